@@ -1,0 +1,134 @@
+"""Every error the toolkit raises on purpose, as one tree.
+
+    PrismError
+    ├── TraceError                 the trace file or the foreign input is at fault
+    │   ├── InputFileError         unreadable, empty, truncated beyond use, not JSON
+    │   ├── SourceFormatError      recognised, but not something `convert` can read
+    │   ├── MixedRanksError        two ranks wrote into one file
+    │   ├── RankError              rank unknown, duplicated or outside the world size
+    │   ├── GroupError             a communication names no process group, several fit
+    │   ├── AlignmentError         communications of different ranks do not match
+    │   ├── StepError              the requested steps are not in the trace
+    │   ├── FormatVersionError     written by an incompatible version
+    │   ├── ValidationError        rows or header break a rule of the format
+    │   └── OutputError            the result cannot be written
+    ├── prismcalib.errors.CalibError
+    └── prismreplay.errors.ReplayError
+
+An error carries a stable `code` (one heading in docs/reference/errors.md), the place
+(`where`: path, row, rank, group, seq) and a `hint`: the next thing to do.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "AlignmentError",
+    "FormatVersionError",
+    "GroupError",
+    "InputFileError",
+    "MixedRanksError",
+    "OutputError",
+    "PrismError",
+    "RankError",
+    "SourceFormatError",
+    "StepError",
+    "TraceError",
+    "ValidationError",
+]
+
+
+class PrismError(Exception):
+    """Base of all errors raised on purpose.
+
+    `str(error)` is one line: the message and, in brackets, the place.
+    """
+
+    code: ClassVar[str] = "prism"
+
+    def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} [{self.where}]" if self.where else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross process borders in parallel conversion; keyword-only arguments are
+        # not part of `args`, so the default pickling would lose them.
+        return (_rebuild, (type(self), self.message, self.where, self.hint))
+
+
+def _rebuild(
+    kind: type[PrismError], message: str, where: str | None, hint: str | None
+) -> PrismError:
+    return kind(message, where=where, hint=hint)
+
+
+class TraceError(PrismError):
+    """The trace or the foreign input is at fault."""
+
+    code = "trace"
+
+
+class InputFileError(TraceError):
+    """A file cannot be read: missing, unreadable, empty, truncated beyond use, not JSON."""
+
+    code = "input-file"
+
+
+class SourceFormatError(TraceError):
+    """The file's format is known or unknown, but `convert` has no reader for it."""
+
+    code = "source-format"
+
+
+class MixedRanksError(TraceError):
+    """One file holds events of more than one rank."""
+
+    code = "mixed-ranks"
+
+
+class RankError(TraceError):
+    """A file's rank is unknown, given twice, or outside the world size."""
+
+    code = "rank"
+
+
+class GroupError(TraceError):
+    """A communication cannot be assigned to exactly one process group."""
+
+    code = "process-group"
+
+
+class AlignmentError(TraceError):
+    """Communications of different ranks cannot be matched with each other."""
+
+    code = "not-alignable"
+
+
+class StepError(TraceError):
+    """The requested step boundaries are not in the trace."""
+
+    code = "steps"
+
+
+class FormatVersionError(TraceError):
+    """The trace was written by an incompatible version of the format."""
+
+    code = "format-version"
+
+
+class ValidationError(TraceError):
+    """Rows or header of a trace break a rule of the format."""
+
+    code = "invalid-trace"
+
+
+class OutputError(TraceError):
+    """The result cannot be written (disk full, read-only folder, path in use)."""
+
+    code = "output"
