@@ -1,0 +1,305 @@
+"""What all three commands share at the terminal: exit codes, errors, tables, JSON, progress.
+
+Results go to stdout; errors, hints and progress go to stderr. Exit codes: 0 good, 1 the
+input or the run is bad, 2 wrong usage, 130 interrupted.
+
+    app = new_app("What the command is for.")
+
+    @app.command()
+    def info(path: Path, json: bool = False) -> None:
+        with progress("reading", total=path.stat().st_size, unit="bytes") as bar:
+            ...
+            bar.advance(n)
+        emit(summary, json=json)
+
+    def main() -> NoReturn:
+        run(app)
+
+Nothing here imports Rich, Polars or Pydantic before it is needed, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import numbers
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+
+from prismtrace.errors import PrismError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+__all__ = [
+    "Progress",
+    "emit",
+    "new_app",
+    "print_error",
+    "print_json",
+    "progress",
+    "run",
+    "table",
+]
+
+# Modules that come only with an extra: a missing one is the installation's fault, and the
+# person needs the name of the extra, not a traceback.
+_EXTRA_OF_MODULE = {
+    "networkx": "calib",
+    "numba": "calib",
+    "torch": "replay",
+    "cuda": "cuda",
+    "dask": "dask",
+}
+
+
+def new_app(help: str) -> typer.Typer:
+    """A typer application with the settings and the `--version` flag all commands share."""
+    app = typer.Typer(
+        help=help,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def root(
+        version: Annotated[
+            bool,
+            typer.Option(
+                "--version", callback=_print_version, is_eager=True, help="Print the version."
+            ),
+        ] = False,
+    ) -> None:
+        pass
+
+    # typer takes the application's help from the callback's docstring when it has one.
+    root.__doc__ = None
+    return app
+
+
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    from importlib import metadata
+
+    try:
+        version = metadata.version("prismllm")
+    except metadata.PackageNotFoundError:
+        version = "unknown (not installed)"
+    print(f"prismllm {version}")
+    raise typer.Exit
+
+
+def run(app: typer.Typer) -> NoReturn:
+    """Run `app` on `sys.argv` and exit; turn every expected failure into one clear message.
+
+    Typer itself exits with 2 on wrong usage and 130 on Ctrl-C. A `PrismError`, an `OSError`
+    nobody handled or a missing optional dependency ends with 1 and no traceback. Any other
+    exception is a bug of ours and keeps its traceback.
+    """
+    code: int | str | None = 0
+    try:
+        app()
+        sys.stdout.flush()
+    except SystemExit as exit_:
+        code = exit_.code
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        code = 1
+    except PrismError as error:
+        print_error(error)
+        code = 1
+    except ModuleNotFoundError as error:
+        extra = _EXTRA_OF_MODULE.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        _print_failure(
+            f"this command needs the Python package {error.name}",
+            hint=f"pip install 'prismllm[{extra}]'",
+        )
+        code = 1
+    except OSError as error:
+        _print_failure(error.strerror or str(error), where=error.filename)
+        code = 1
+    except MemoryError:
+        _print_failure("out of memory", hint="use fewer --jobs, or convert fewer ranks at a time")
+        code = 1
+    _flush_stdout_quietly()
+    sys.exit(code)
+
+
+def _flush_stdout_quietly() -> None:
+    """Flush now, so that a reader that went away (`| head`) costs no message at shutdown."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except ValueError:  # already closed
+        pass
+
+
+def print_error(error: PrismError) -> None:
+    """Write `error: message [where]` and, indented, its hint to stderr."""
+    _print_failure(error.message, where=error.where, hint=error.hint)
+
+
+def _print_failure(message: str, *, where: object = None, hint: str | None = None) -> None:
+    place = "" if where is None else f" [{_text(where)}]"
+    lines = [f"error: {message}{place}"]
+    if hint is not None:
+        lines.append(f"  hint: {hint}")
+    # A terminal that is gone is no reason for a second failure.
+    with contextlib.suppress(OSError, ValueError):
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def emit(obj: object, *, json: bool) -> None:
+    """Print a result to stdout: as JSON when `json`, else as `str(obj)`."""
+    if json:
+        print_json(obj)
+    else:
+        print(obj)
+
+
+def print_json(obj: object) -> None:
+    """Print `obj` to stdout as one indented JSON document.
+
+    Takes Pydantic models, dataclasses, mappings, sequences and NumPy scalars, nested at
+    will. Not-a-number and infinities are not JSON and raise ValueError.
+    """
+    import json
+
+    print(json.dumps(obj, default=_jsonable, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _jsonable(obj: Any) -> Any:
+    if hasattr(obj, "model_dump"):
+        return obj.model_dump(mode="json")
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        # Field by field, not `asdict`: nested models must come back here as they are.
+        return {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj)}
+    if isinstance(obj, Mapping):
+        return dict(obj)
+    if isinstance(obj, (set, frozenset)):
+        return sorted(obj)
+    if isinstance(obj, (Sequence, Iterator)):
+        return list(obj)
+    if isinstance(obj, os.PathLike):
+        return os.fspath(obj)
+    if hasattr(obj, "tolist"):  # NumPy scalars and arrays
+        return obj.tolist()
+    raise TypeError(f"{type(obj).__name__} cannot be written as JSON")
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table to stdout; columns that hold only numbers are right-aligned.
+
+    `None` becomes `-`. On a terminal Rich draws it and folds long cells to the width; into
+    a file or pipe it is plain text with two spaces between columns and nothing cut.
+    """
+    raw = [list(row) for row in rows]
+    right = [
+        bool(raw) and all(row[i] is None or isinstance(row[i], numbers.Real) for row in raw)
+        for i in range(len(columns))
+    ]
+    cells = [[_text(value) for value in row] for row in raw]
+    if sys.stdout.isatty():
+        _print_rich_table(title, columns, cells, right)
+    else:
+        _print_plain_table(title, columns, cells, right)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bytes):
+        return os.fsdecode(value)
+    return f"{value:,.2f}" if isinstance(value, float) else str(value)
+
+
+def _print_plain_table(
+    title: str, columns: Sequence[str], cells: list[list[str]], right: list[bool]
+) -> None:
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    if title:
+        print(title)
+    for row in [list(columns), ["-" * width for width in widths], *cells]:
+        padded = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ]
+        print("  ".join(padded).rstrip())
+
+
+def _print_rich_table(
+    title: str, columns: Sequence[str], cells: list[list[str]], right: list[bool]
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(title=Text(title) if title else None, title_justify="left")
+    for column, to_right in zip(columns, right, strict=True):
+        drawn.add_column(Text(column), justify="right" if to_right else "left", overflow="fold")
+    for row in cells:
+        # Text, not str: kernel names contain brackets that Rich would read as markup.
+        drawn.add_row(*(Text(cell) for cell in row))
+    Console().print(drawn)
+
+
+class Progress:
+    """What `progress` yields. Without a terminal every method does nothing."""
+
+    def __init__(self, bar: RichProgress | None = None, task: TaskID | None = None) -> None:
+        self._bar = bar
+        self._task = task
+
+    def advance(self, n: int = 1) -> None:
+        """Count `n` more items or bytes as done. May be called from several threads."""
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task, n)
+
+    def describe(self, description: str) -> None:
+        """Replace the text in front of the bar."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=description)
+
+
+@contextlib.contextmanager
+def progress(
+    description: str,
+    total: int | None = None,
+    *,
+    unit: Literal["items", "bytes"] = "items",
+) -> Iterator[Progress]:
+    """Show a progress bar on stderr while the block runs; silent when it is no terminal.
+
+    `total` counts items or bytes (`unit`); None means unknown, shown as a moving bar.
+    """
+    if not sys.stderr.isatty():
+        yield Progress()
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
+    bar = RichProgress(
+        "{task.description}",
+        BarColumn(),
+        count,
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        yield Progress(bar, bar.add_task(escape(description), total=total))
