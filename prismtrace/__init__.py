@@ -1,0 +1,89 @@
+"""Typed execution graphs of distributed training jobs: format, converters, exporters.
+
+    import prismtrace as pt
+
+    pt.convert(["rank*.json.gz"], "run.parquet")
+    trace = pt.open("run.parquet")
+    pt.validate(trace)
+
+Names are loaded on first use, so that importing this package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prismtrace.converters import ConvertReport, convert
+    from prismtrace.errors import PrismError, TraceError
+    from prismtrace.schema import (
+        ClockDomain,
+        DType,
+        Edge,
+        EdgeKind,
+        Kind,
+        Node,
+        Phase,
+        ProcessGroup,
+        ReduceOp,
+        SliceInfo,
+        TraceHeader,
+        TraceKind,
+        TransferSource,
+    )
+    from prismtrace.trace import Trace, write
+    from prismtrace.trace import open_trace as open  # noqa: A004
+    from prismtrace.validation import Violation, validate
+
+__all__ = [
+    "ClockDomain",
+    "ConvertReport",
+    "DType",
+    "Edge",
+    "EdgeKind",
+    "Kind",
+    "Node",
+    "Phase",
+    "PrismError",
+    "ProcessGroup",
+    "ReduceOp",
+    "SliceInfo",
+    "Trace",
+    "TraceError",
+    "TraceHeader",
+    "TraceKind",
+    "TransferSource",
+    "Violation",
+    "convert",
+    "open",
+    "validate",
+    "write",
+]
+
+__version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "convert": ("prismtrace.converters", "convert"),
+    "ConvertReport": ("prismtrace.converters", "ConvertReport"),
+    "PrismError": ("prismtrace.errors", "PrismError"),
+    "TraceError": ("prismtrace.errors", "TraceError"),
+    "Trace": ("prismtrace.trace", "Trace"),
+    "open": ("prismtrace.trace", "open_trace"),
+    "write": ("prismtrace.trace", "write"),
+    "validate": ("prismtrace.validation", "validate"),
+    "Violation": ("prismtrace.validation", "Violation"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'prismtrace' has no attribute {name!r}")
+    module, attribute = _HOMES.get(name, ("prismtrace.schema", name))
+    value = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

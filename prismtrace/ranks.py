@@ -1,0 +1,57 @@
+"""Sets of ranks as short text: `0-7`, `0-56/8`, `3,1,2`.
+
+8 600 groups over 8 192 ranks must fit into less than 1 MB of header, so a list of ranks is
+stored as runs `first-last/stride`, in the order of the list (the order is the group rank).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+__all__ = ["format_ranks", "parse_ranks"]
+
+_RUN = re.compile(r"(\d+)(?:-(\d+)(?:/(\d+))?)?")
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Write ranks as runs, keeping their order; ``[0, 8, 16, 3]`` becomes ``"0-16/8,3"``."""
+    return ",".join(_runs(list(ranks)))
+
+
+def _runs(ranks: list[int]) -> Iterable[str]:
+    i = 0
+    while i < len(ranks):
+        first = ranks[i]
+        stride = ranks[i + 1] - first if i + 1 < len(ranks) else 0
+        j = i
+        while stride > 0 and j + 1 < len(ranks) and ranks[j + 1] - ranks[j] == stride:
+            j += 1
+        # A strided pair is no shorter than two single ranks and would swallow the start of
+        # the run that follows it.
+        if j - i >= 2 or (j - i == 1 and stride == 1):
+            yield f"{first}-{ranks[j]}" + (f"/{stride}" if stride != 1 else "")
+            i = j + 1
+        else:
+            yield str(first)
+            i += 1
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Read what `format_ranks` writes.
+
+    Raises:
+        ValueError: the text is not a list of runs.
+    """
+    ranks: list[int] = []
+    for part in text.split(",") if text.strip() else []:
+        match = _RUN.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"not a list of ranks: {text!r} (expected e.g. '0-7' or '0-56/8')")
+        first = int(match[1])
+        last = int(match[2]) if match[2] else first
+        stride = int(match[3]) if match[3] else 1
+        if last < first or stride < 1:
+            raise ValueError(f"a run of ranks must ascend: {part.strip()!r}")
+        ranks.extend(range(first, last + 1, stride))
+    return tuple(ranks)

@@ -1,0 +1,398 @@
+"""Open, look at and write traces.
+
+    import prismtrace as pt
+
+    trace = pt.open("run.parquet")        # or a folder, or "part-*.parquet"
+    trace.header.world_size
+    trace.nodes.filter(pl.col("kind") == "all_reduce").collect()
+
+A trace is one Parquet file, or several that hold blocks of ranks and carry the same header.
+Opening reads no rows.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import polars as pl
+from pydantic import ValidationError as PydanticError
+
+from prismtrace.errors import (
+    FormatVersionError,
+    InputFileError,
+    SourceFormatError,
+    ValidationError,
+)
+from prismtrace.output import atomic_output
+from prismtrace.schema import (
+    CALIBRATED_COLUMNS,
+    FORMAT_VERSION,
+    INDEX_BITS,
+    P2P_KINDS,
+    ColumnType,
+    EdgeKind,
+    TraceHeader,
+    column_types,
+    nullable_columns,
+)
+
+__all__ = ["METADATA_KEY", "GroupTable", "Trace", "node_schema", "open_trace", "write"]
+
+METADATA_KEY = "prismtrace"
+"""Key of the header in the Parquet file metadata."""
+
+ROW_GROUP_ROWS = 256 * 1024
+"""Small enough that reading one rank of a big trace skips most of the file."""
+
+PathLike = str | os.PathLike[str]
+
+
+@cache
+def node_schema() -> pl.Schema:
+    """Polars types of the node table's columns, in order."""
+    return pl.Schema({name: _polars_type(kind) for name, kind in column_types().items()})
+
+
+def _polars_type(column: ColumnType) -> pl.DataType:
+    if column.values is not None:
+        return pl.Enum([member.value for member in column.values])
+    if column.name.startswith("List("):
+        return pl.List(_polars_type(ColumnType(column.name[5:-1])))
+    kind: type[pl.DataType] = getattr(pl, column.name)
+    return kind()
+
+
+@dataclass(frozen=True)
+class GroupTable:
+    """The header's process groups as a table."""
+
+    header: TraceHeader
+
+    @property
+    def df(self) -> pl.DataFrame:
+        """Columns id, name, desc, size, ranks (List(Int64), in group-rank order)."""
+        groups = self.header.groups
+        return pl.DataFrame(
+            {
+                "id": [group.id for group in groups],
+                "name": [group.name for group in groups],
+                "desc": [group.desc for group in groups],
+                "size": [len(group.ranks) for group in groups],
+                "ranks": [list(group.ranks) for group in groups],
+            },
+            schema={
+                "id": pl.Int32,
+                "name": pl.String,
+                "desc": pl.String,
+                "size": pl.Int32,
+                "ranks": pl.List(pl.Int64),
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A header and a lazily read node table, sorted by (rank, index).
+
+    `nodes` always has every column of `node_schema`, filled with nulls where the files lack
+    a nullable one, followed by the extra columns (``x_…``).
+    """
+
+    header: TraceHeader
+    nodes: pl.LazyFrame
+    paths: tuple[Path, ...] = ()
+
+    @classmethod
+    def open(cls, source: PathLike | Sequence[PathLike]) -> Trace:
+        """Open a file, a folder, a glob pattern or a list of files; see `open_trace`."""
+        return open_trace(source)
+
+    @property
+    def groups(self) -> GroupTable:
+        """The process groups; `.df` is a table."""
+        return GroupTable(self.header)
+
+    def ranks(self, ranks: Iterable[int]) -> Trace:
+        """The same trace with the rows of some ranks only (pruned by Parquet statistics)."""
+        wanted = sorted(set(ranks))
+        return replace(self, nodes=self.nodes.filter(pl.col("rank").is_in(wanted)))
+
+    def collect(self) -> pl.DataFrame:
+        """All rows, in (rank, index) order."""
+        return self.nodes.collect()
+
+    def edges(self) -> pl.DataFrame:
+        """Both kinds of edges: columns src, dst (node ids), kind, lag_ns.
+
+        Directional edges come from `deps` and `xdeps`. A sync instance of N members is shown
+        as a star of N − 1 edges from its lowest id.
+        """
+        rows = self.nodes.select(
+            "id", "kind", "group", "seq", "peer", "rank", "deps", "xdeps", "lag_ns"
+        ).collect()
+        return pl.concat([_directional_edges(rows), _sync_edges(rows)])
+
+
+_EDGE_SCHEMA = {
+    "src": pl.Int64,
+    "dst": pl.Int64,
+    "kind": pl.Enum([kind.value for kind in EdgeKind]),
+    "lag_ns": pl.Int64,
+}
+
+
+def _directional_edges(rows: pl.DataFrame) -> pl.DataFrame:
+    local = pl.col("deps").list.len()
+    remote = pl.col("xdeps").list.len().fill_null(0)
+    lags = (
+        pl.when(pl.col("lag_ns").is_null())
+        .then(pl.lit(0, dtype=pl.Int64).repeat_by(local + remote))
+        .otherwise(pl.col("lag_ns"))
+    )
+    same_rank = rows.select(src="deps", dst="id", lag_ns=lags.list.head(local))
+    other_rank = rows.select(src="xdeps", dst="id", lag_ns=lags.list.tail(remote))
+    return (
+        pl.concat(
+            [
+                _explode_edges(same_rank).with_columns(src=pl.col("dst") - pl.col("src")),
+                _explode_edges(other_rank),
+            ]
+        )
+        .sort("dst", maintain_order=True)
+        .select("src", "dst", kind=pl.lit(EdgeKind.DIRECTIONAL.value), lag_ns="lag_ns")
+        .cast(_EDGE_SCHEMA)  # type: ignore[arg-type]
+    )
+
+
+def _explode_edges(lists: pl.DataFrame) -> pl.DataFrame:
+    return (
+        lists.filter(pl.col("src").list.len() > 0)
+        .explode("src", "lag_ns", empty_as_null=False, keep_nulls=False)
+        .cast({"src": pl.Int64})
+    )
+
+
+def instance_columns() -> list[pl.Expr]:
+    """Expressions that identify a sync instance: group, seq, sender and receiver (−1 if none).
+
+    Rows with a null `seq` or `group` belong to no instance.
+    """
+    kind = pl.col("kind").cast(pl.String)
+    p2p = kind.is_in([member.value for member in P2P_KINDS])
+    sender = pl.when(kind == "send").then(pl.col("rank")).otherwise(pl.col("peer"))
+    receiver = pl.when(kind == "send").then(pl.col("peer")).otherwise(pl.col("rank"))
+    return [
+        pl.col("group"),
+        pl.col("seq"),
+        pl.when(p2p).then(sender).otherwise(pl.lit(-1)).alias("src_rank"),
+        pl.when(p2p).then(receiver).otherwise(pl.lit(-1)).alias("dst_rank"),
+    ]
+
+
+def _sync_edges(rows: pl.DataFrame) -> pl.DataFrame:
+    members = rows.filter(pl.col("seq").is_not_null() & pl.col("group").is_not_null())
+    hub = pl.col("id").min().over(["group", "seq", "src_rank", "dst_rank"])
+    return (
+        members.select("id", *instance_columns())
+        .with_columns(hub=hub)
+        .filter(pl.col("id") != pl.col("hub"))
+        .sort("hub", "id")
+        .select(
+            src="hub",
+            dst="id",
+            kind=pl.lit(EdgeKind.SYNC.value),
+            lag_ns=pl.lit(0, dtype=pl.Int64),
+        )
+        .cast(_EDGE_SCHEMA)  # type: ignore[arg-type]
+    )
+
+
+# --- reading --------------------------------------------------------------------------
+
+
+def open_trace(source: PathLike | Sequence[PathLike]) -> Trace:
+    """Open a trace: one file, a folder of files, a glob pattern or a list of files.
+
+    Raises:
+        InputFileError: nothing there, or a file is unreadable or truncated.
+        SourceFormatError: a Parquet file without a PrismTrace header.
+        FormatVersionError: written by another major version.
+        ValidationError: the header or the columns break the format, or the files do not
+            carry the same header.
+    """
+    paths = _resolve(source)
+    headers = [read_header(path) for path in paths]
+    for path, header in zip(paths[1:], headers[1:], strict=True):
+        if header != headers[0]:
+            raise ValidationError(
+                f"files of one trace carry different headers: {paths[0].name} and {path.name}",
+                where=str(path),
+                hint="open them one by one, or combine slices with `prismcalib merge`",
+            )
+    frames = [_scan(path) for path in paths]
+    nodes = frames[0] if len(frames) == 1 else pl.concat(frames, how="diagonal")
+    return Trace(header=headers[0], nodes=nodes, paths=tuple(paths))
+
+
+def _resolve(source: PathLike | Sequence[PathLike]) -> list[Path]:
+    given = [source] if isinstance(source, str | os.PathLike) else list(source)
+    paths: list[Path] = []
+    for item in given:
+        path = Path(item)
+        if path.is_dir():
+            found = sorted(path.glob("*.parquet"))
+            if not found:
+                raise InputFileError(
+                    "the folder holds no .parquet file",
+                    where=str(path),
+                    hint="convert profiler traces first: prismtrace convert",
+                )
+        elif path.exists() or not glob.has_magic(str(item)):
+            found = [path]
+        else:
+            found = sorted(Path(name) for name in glob.glob(str(item)))
+            if not found:
+                raise InputFileError("no file matches the pattern", where=str(item))
+        paths.extend(found)
+    if not paths:
+        raise InputFileError("no trace file was given")
+    return paths
+
+
+def read_header(path: PathLike) -> TraceHeader:
+    """The header of one trace file; errors as in `open_trace`."""
+    where = str(path)
+    try:
+        metadata = pl.read_parquet_metadata(Path(path))
+    except FileNotFoundError as error:
+        raise InputFileError("no such file", where=where) from error
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise InputFileError(
+            "not a readable Parquet file (truncated, or another format)",
+            where=where,
+            hint="profiler traces are converted with `prismtrace convert`",
+        ) from error
+    if METADATA_KEY not in metadata:
+        raise SourceFormatError(
+            "a Parquet file without PrismTrace header",
+            where=where,
+            hint="only files that prismtrace, prismcalib or prismreplay wrote can be opened",
+        )
+    try:
+        raw = json.loads(metadata[METADATA_KEY])
+        _check_version(str(raw.get("format_version")), where)
+        return TraceHeader.model_validate(raw)
+    except (PydanticError, ValueError, AttributeError) as error:
+        raise ValidationError(f"the header is broken: {_first_line(error)}", where=where) from error
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, PydanticError):
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        return f"{first['msg']} at $.{place}"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _check_version(version: str, where: str) -> None:
+    if version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
+        raise FormatVersionError(
+            f"format version {version}; this version reads {FORMAT_VERSION.split('.')[0]}.x",
+            where=where,
+            hint="convert the source again, or install a matching prismllm",
+        )
+
+
+def _scan(path: Path) -> pl.LazyFrame:
+    frame = pl.scan_parquet(path, glob=False)
+    try:
+        found = frame.collect_schema()
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise InputFileError("not a readable Parquet file", where=str(path)) from error
+    return conform(frame, found, where=str(path))
+
+
+def conform(frame: pl.LazyFrame, found: pl.Schema, *, where: str) -> pl.LazyFrame:
+    """Bring a frame to `node_schema`: order, types, absent nullable columns as nulls.
+
+    Raises:
+        ValidationError: a required column is missing, a type does not fit, or a column that
+            is not part of the format does not start with ``x_``.
+    """
+    columns: list[pl.Expr] = []
+    for name, dtype in node_schema().items():
+        if name not in found:
+            if name not in nullable_columns():
+                raise ValidationError(f"column {name!r} is missing", where=where)
+            columns.append(pl.lit(None, dtype=dtype).alias(name))
+        elif found[name] == dtype:
+            columns.append(pl.col(name))
+        elif isinstance(dtype, pl.Enum):
+            # A later minor version may append values; text is the common ground.
+            columns.append(pl.col(name).cast(pl.String).cast(dtype))
+        elif _widens(found[name], dtype):
+            columns.append(pl.col(name).cast(dtype))
+        else:
+            raise ValidationError(
+                f"column {name!r} has type {found[name]}, expected {dtype}", where=where
+            )
+    extra = [name for name in found if name not in node_schema()]
+    unknown = [name for name in extra if not name.startswith("x_")]
+    if unknown:
+        raise ValidationError(
+            f"unknown column {unknown[0]!r}", where=where, hint="own columns start with x_"
+        )
+    return frame.select(*columns, *extra)
+
+
+def _widens(found: pl.DataType, wanted: pl.DataType) -> bool:
+    """Types that mean the same to a person: strings for names, any integer width, null."""
+    if found == pl.Null:
+        return True
+    if isinstance(found, pl.List) and isinstance(wanted, pl.List):
+        return _widens(found.inner, wanted.inner)  # type: ignore[arg-type]
+    if wanted == pl.Categorical:
+        return found == pl.String or isinstance(found, pl.Categorical | pl.Enum)
+    return found.is_integer() and wanted.is_integer()
+
+
+# --- writing --------------------------------------------------------------------------
+
+
+def write(trace: Trace, path: PathLike) -> None:
+    """Write a trace as one Parquet file, streaming; an existing file is replaced when whole.
+
+    Calibrated columns are left out when the trace is not calibrated. Rows must be in
+    (rank, index) order; see `prismtrace.validation` for checking.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    write_nodes(trace.header, trace.nodes, path)
+
+
+def write_nodes(header: TraceHeader, nodes: pl.LazyFrame, path: PathLike) -> None:
+    """Write a header and a node table; missing nullable columns are added as nulls."""
+    frame = conform(nodes, nodes.collect_schema(), where=str(path))
+    if header.kind != "calibrated":
+        frame = frame.drop(CALIBRATED_COLUMNS)
+    with atomic_output(path) as temporary:
+        frame.sink_parquet(
+            temporary,
+            compression="zstd",
+            compression_level=1,
+            row_group_size=ROW_GROUP_ROWS,
+            metadata={METADATA_KEY: header.model_dump_json()},
+            maintain_order=True,
+        )
+
+
+def node_ids(rank: pl.Expr, index: pl.Expr) -> pl.Expr:
+    """Node ids from rank and index columns."""
+    return rank.cast(pl.Int64) * (1 << INDEX_BITS) + index.cast(pl.Int64)
