@@ -1,0 +1,69 @@
+# One entry point for people and for CI. `make help` lists the targets.
+#
+# Everything runs from an environment of its own in .venv (override: make VENV=...). A stamp
+# file remembers what is installed, so a second call starts at once. Paths are relative: a
+# checkout whose path has spaces works.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint type bench docs clean
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+PYTEST_JOBS ?= auto
+PYTEST_ARGS ?=
+DEMO_OUT ?= demo-out
+PY := $(VENV)/bin/python
+PACKAGES := prismtrace prismcalib prismreplay
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: $(VENV)/.demo ## train a 4-rank job here, then align, explain and predict it
+	@PATH="$(VENV)/bin:$$PATH" bash examples/demo.sh "$(DEMO_OUT)"
+
+test: lint type ## lint, types and all tests
+	$(PY) -m pytest -n $(PYTEST_JOBS) $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev ## format check and lint rules
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+
+type: $(VENV)/.dev ## mypy --strict on the three packages
+	$(PY) -m mypy
+
+bench: $(VENV)/.dev ## run every benchmark script (minutes; wants a quiet machine)
+	@for script in benchmarks/*.py; do echo "== $$script"; PYTHONPATH=. $(PY) "$$script"; done
+
+docs: $(VENV)/.dev ## regenerate schemas/, docs/reference/cli.md and the frozen flags
+	$(PY) -m pytest -q tests/contract --regenerate
+
+clean: ## remove the environment, caches and the demo's output
+	rm -rf "$(VENV)" "$(DEMO_OUT)" build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The first Python that is new enough makes the environment; PYTHON=... chooses another.
+$(PY):
+	@for candidate in $${PYTHON:-} python3 python3.13 python3.12 python3.11 python; do \
+	    if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        echo "creating $(VENV) with $$("$$candidate" --version)"; \
+	        "$$candidate" -m venv "$(VENV)" && exit 0; \
+	        echo "error: $$candidate cannot create an environment" >&2; \
+	        echo "  hint: on Debian and Ubuntu: apt install python3-venv" >&2; \
+	        exit 1; \
+	    fi; \
+	done; \
+	echo "error: no Python 3.11 or newer found" >&2; \
+	echo "  hint: install one, or name it: make PYTHON=/path/to/python3.12 ..." >&2; \
+	exit 1
+
+# Without a GPU the constraint keeps pip from choosing a newer torch with several GB of CUDA.
+$(VENV)/.demo: EXTRAS := calib,replay
+$(VENV)/.dev: EXTRAS := dev,replay
+$(VENV)/.demo $(VENV)/.dev: pyproject.toml constraints-cpu.txt | $(PY)
+	@constraint="-c constraints-cpu.txt"; \
+	if { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1; then constraint=""; fi; \
+	echo "installing prismllm[$(EXTRAS)] into $(VENV)"; \
+	$(PY) -m pip install --quiet --disable-pip-version-check $$constraint -e '.[$(EXTRAS)]'
+	@touch $@

@@ -1,0 +1,54 @@
+"""The command `prismreplay`."""
+
+from __future__ import annotations
+
+from typing import Annotated, NoReturn
+
+import typer
+
+from prismtrace import console
+
+__all__ = ["app", "main"]
+
+app = console.new_app(
+    "Run a few ranks of a large job for real among virtual ones. "
+    "For now: see what this machine can do."
+)
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
+) -> None:
+    """Say what this machine can do, what is missing and how to get it.
+
+    Exits with 1 when something is missing that running ranks on CPUs needs; a missing GPU is
+    reported and is no failure.
+    """
+    from prismreplay.doctor import examine
+
+    report = examine()
+    if json:
+        console.print_json(report.as_dict())
+    else:
+        console.table(
+            "What this machine can do",
+            ["check", "status", "found", "needed for", "what to do"],
+            [
+                [check.name, check.status, check.found, check.needed_for, check.hint or ""]
+                for check in report.checks
+            ],
+        )
+        print()
+        print(report.verdict())
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def main() -> NoReturn:
+    """Entry point of the console script."""
+    console.run(app)
+
+
+if __name__ == "__main__":
+    main()
