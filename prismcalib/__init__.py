@@ -1,0 +1,1 @@
+"""Graph and time: from recorded slices to one true timeline."""

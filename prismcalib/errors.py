@@ -1,0 +1,89 @@
+"""Errors of `prismcalib`, a branch of the tree in `prismtrace.errors`.
+
+CalibError
+├── CycleError            operations wait for each other in a circle
+├── MissingMemberError    a collective or p2p pair lacks one of its members
+├── ClockError            clocks of one execution do not fit together
+├── CoverageError         ranks that no slice measured
+└── MergeInputError       slices that do not belong to one job
+"""
+
+from __future__ import annotations
+
+from prismtrace.errors import PrismError
+
+__all__ = [
+    "CalibError",
+    "ClockError",
+    "CoverageError",
+    "CycleError",
+    "MergeInputError",
+    "MissingMemberError",
+]
+
+
+class CalibError(PrismError):
+    """Graph, clocks or slices cannot be turned into one timeline."""
+
+    code = "calib"
+
+
+class CycleError(CalibError):
+    """Operations wait for each other in a circle.
+
+    `rows` are the rows of one circle: each waits for the row before it, and the first waits
+    for the last.  (Lost, like `instance` below, when the error crosses a process border.)
+    """
+
+    code = "cycle"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: str | None = None,
+        hint: str | None = None,
+        rows: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message, where=where, hint=hint)
+        self.rows = rows
+
+
+class MissingMemberError(CalibError):
+    """A sync instance has fewer members than its process group has ranks.
+
+    `instance` is its number, `rows` are the members that are present.
+    """
+
+    code = "missing-member"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: str | None = None,
+        hint: str | None = None,
+        instance: int | None = None,
+        rows: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message, where=where, hint=hint)
+        self.instance = instance
+        self.rows = rows
+
+
+class ClockError(CalibError):
+    """The clocks of one execution leave a larger residual than allowed."""
+
+    code = "clock-residual"
+
+
+class CoverageError(CalibError):
+    """Some ranks were measured by no slice."""
+
+    code = "missing-ranks"
+
+
+class MergeInputError(CalibError):
+    """The slices do not belong to one job: structure, world size or groups differ."""
+
+    code = "merge-input"

@@ -1,0 +1,264 @@
+"""The execution graph as arrays: what propagation reads.
+
+One row per operation, in (rank, index) order, so that the rows of a rank lie together and
+most dependencies point a short way back.  Propagation of shuffled rows is correct too, but
+several times slower.
+
+Two kinds of constraint connect rows:
+
+* a *dependency* of row n on row p: n starts no earlier than p's end plus a lag;
+* a *sync instance*: one execution of a collective or of one matched send-recv pair.  Its
+  members wait until the last of them has started, then each transfers for its own duration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from prismcalib.errors import CalibError
+
+__all__ = ["Graph", "Int32Array", "Int64Array"]
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+
+# Rows and dependencies are numbered with int32.
+_MAX_COUNT = 2**31 - 2
+# Twice the longest possible path must fit into int64, so that no engine needs overflow checks.
+_MAX_TOTAL_NS = 2**62
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Graph:
+    """n operations, e dependencies and G sync instances.
+
+    Attributes:
+        duration_ns: int64[n].  Of a computation its duration; of a sync member its transfer,
+            the time from the arrival of the last member to the end.
+        dep_offsets: int64[n + 1].  Row i depends on `dep_rows[dep_offsets[i]:dep_offsets[i + 1]]`.
+        dep_rows: int32[e], row numbers.
+        instance: int32[n], number of the sync instance a row is a member of, or -1.
+        instance_size: int32[G], how many members the instance needs to complete.
+        dep_lag_ns: int64[e], least time between the end of the dependency and the start of
+            the row; None if no dependency has a lag.
+        release_ns: int64[n], earliest start of every row; None if all may start at 0.
+        labels: names a row in error texts (rank, kind, name, group, seq).
+
+    Any integer arrays are accepted; the attributes are read-only arrays of the types above.
+
+    Raises:
+        CalibError: shapes, ranges or signs are wrong; `where` names the attribute.
+    """
+
+    duration_ns: Int64Array
+    dep_offsets: Int64Array
+    dep_rows: Int32Array
+    instance: Int32Array
+    instance_size: Int32Array
+    dep_lag_ns: Int64Array | None = None
+    release_ns: Int64Array | None = None
+    labels: Callable[[int], str] | None = None
+
+    def __post_init__(self) -> None:
+        for name, dtype in _COLUMNS.items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _column(name, value, dtype))
+        self.validate()
+
+    @classmethod
+    def from_lists(
+        cls,
+        durations_ns: Sequence[int],
+        deps: Sequence[Sequence[int]],
+        *,
+        lags_ns: Sequence[Sequence[int]] | None = None,
+        instances: Sequence[int] | None = None,
+        instance_sizes: Sequence[int] | None = None,
+        releases_ns: Sequence[int] | None = None,
+        labels: Callable[[int], str] | None = None,
+    ) -> Graph:
+        """Build a small graph by hand: one list of dependencies per row.
+
+        Without `instance_sizes` every instance expects the members that it has.
+        """
+        members = np.asarray([-1] * len(deps) if instances is None else instances, np.int64)
+        sizes = np.bincount(members[members >= 0]) if instance_sizes is None else instance_sizes
+        return cls(
+            duration_ns=_ints(durations_ns),
+            dep_offsets=np.cumsum([0, *(len(row) for row in deps)]),
+            dep_rows=_column("dep_rows", _ints([dep for row in deps for dep in row]), np.int32),
+            instance=_column("instance", members, np.int32),
+            instance_size=_column("instance_size", _ints(sizes), np.int32),
+            dep_lag_ns=None if lags_ns is None else _ints([lag for row in lags_ns for lag in row]),
+            release_ns=None if releases_ns is None else _ints(releases_ns),
+            labels=labels,
+        )
+
+    @property
+    def rows(self) -> int:
+        """Number of operations n."""
+        return len(self.duration_ns)
+
+    @property
+    def instances(self) -> int:
+        """Number of sync instances G."""
+        return len(self.instance_size)
+
+    @cached_property
+    def members_present(self) -> Int64Array:
+        """int64[G], how many rows are members of each sync instance."""
+        counts = np.bincount(self.instance + np.int32(1), minlength=self.instances + 1)
+        return counts[1:].astype(np.int64, copy=False)
+
+    def deps(self, row: int) -> Int32Array:
+        """Rows that `row` depends on."""
+        return self.dep_rows[self.dep_offsets[row] : self.dep_offsets[row + 1]]
+
+    def lags(self, row: int) -> Int64Array:
+        """int64 lag of each of `deps(row)`."""
+        if self.dep_lag_ns is None:
+            return np.zeros(len(self.deps(row)), np.int64)
+        return self.dep_lag_ns[self.dep_offsets[row] : self.dep_offsets[row + 1]]
+
+    def label(self, row: int) -> str:
+        """What error texts call the row."""
+        return f"row {row}" if self.labels is None else self.labels(int(row))
+
+    def validate(self) -> None:
+        """Check everything an engine relies on; a constructed graph has passed it.
+
+        Cycles and missing members are not looked for here: propagation finds them.
+
+        Raises:
+            CalibError: see the class.
+        """
+        self._check_shapes()
+        self._check_ranges()
+        self._check_signs()
+        self._check_members()
+
+    def _check_shapes(self) -> None:
+        n, e = self.rows, len(self.dep_rows)
+        for count, name in ((n, "duration_ns"), (e, "dep_rows"), (self.instances, "instance_size")):
+            if count > _MAX_COUNT:
+                raise _invalid(name, f"{count} entries; at most {_MAX_COUNT} are supported")
+        expected = {"dep_offsets": n + 1, "instance": n, "dep_lag_ns": e, "release_ns": n}
+        for name, length in expected.items():
+            value = getattr(self, name)
+            if value is not None and len(value) != length:
+                raise _invalid(
+                    name, f"{len(value)} entries; {length} fit {n} rows and {e} dependencies"
+                )
+        offsets = self.dep_offsets
+        if offsets[0] != 0 or offsets[-1] != e:
+            raise _invalid(
+                "dep_offsets", f"must run from 0 to {e}, not from {offsets[0]} to {offsets[-1]}"
+            )
+        if (offsets[1:] < offsets[:-1]).any():
+            row = int((offsets[1:] < offsets[:-1]).argmax())
+            raise _invalid("dep_offsets", f"decreases at {self.label(row)}")
+
+    def _check_ranges(self) -> None:
+        bad = _first_outside(self.dep_rows, 0, self.rows)
+        if bad is not None:
+            row = int(np.searchsorted(self.dep_offsets, bad, side="right")) - 1
+            raise _invalid(
+                "dep_rows",
+                f"{self.label(row)} depends on row {self.dep_rows[bad]} of {self.rows}",
+            )
+        bad = _first_outside(self.instance, -1, self.instances)
+        if bad is not None:
+            raise _invalid(
+                "instance",
+                f"{self.label(bad)} is in sync instance {self.instance[bad]} of {self.instances}",
+            )
+
+    def _check_signs(self) -> None:
+        bad = _first_below(self.duration_ns, 0)
+        if bad is not None:
+            raise _invalid("duration_ns", f"{self.label(bad)} lasts {self.duration_ns[bad]} ns")
+        total = float(self.duration_ns.sum(dtype=np.float64))
+        if self.dep_lag_ns is not None:
+            bad = _first_below(self.dep_lag_ns, 0)
+            if bad is not None:
+                row = int(np.searchsorted(self.dep_offsets, bad, side="right")) - 1
+                raise _invalid(
+                    "dep_lag_ns", f"{self.label(row)} has the lag {self.dep_lag_ns[bad]} ns"
+                )
+            total += float(self.dep_lag_ns.sum(dtype=np.float64))
+        if self.release_ns is not None and self.rows:
+            total += float(self.release_ns.max()) - float(self.release_ns.min())
+        if total >= _MAX_TOTAL_NS:
+            raise _invalid("duration_ns", f"all times together, {total:.3g} ns, overflow int64")
+
+    def _check_members(self) -> None:
+        bad = _first_below(self.instance_size, 1)
+        if bad is not None:
+            size = self.instance_size[bad]
+            raise _invalid("instance_size", f"sync instance {bad} expects {size} members")
+        surplus = self.members_present > self.instance_size
+        if surplus.any():
+            bad = int(surplus.argmax())
+            rows = np.flatnonzero(self.instance == bad)
+            raise _invalid(
+                "instance",
+                f"sync instance {bad} has {len(rows)} members but expects "
+                f"{self.instance_size[bad]}: {', '.join(self.label(row) for row in rows[:16])}",
+                hint="a rank is in it twice, or two operations got one group and seq",
+            )
+
+
+_COLUMNS: dict[str, type[np.signedinteger[Any]]] = {
+    "duration_ns": np.int64,
+    "dep_offsets": np.int64,
+    "dep_rows": np.int32,
+    "instance": np.int32,
+    "instance_size": np.int32,
+    "dep_lag_ns": np.int64,
+    "release_ns": np.int64,
+}
+
+
+def _column(name: str, value: ArrayLike, dtype: type[np.signedinteger[Any]]) -> NDArray[Any]:
+    """The values as a contiguous, read-only array of the dtype, copied only if needed."""
+    array = np.asarray(value)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise _invalid(name, f"needs integers in one dimension, not {array.dtype}{array.shape}")
+    if not np.can_cast(array.dtype, dtype) and array.size:
+        limits = np.iinfo(dtype)
+        if int(array.min()) < limits.min or int(array.max()) > limits.max:
+            raise _invalid(name, f"values do not fit {np.dtype(dtype)}")
+    view = np.ascontiguousarray(array, dtype).view()
+    # Engines compile once per combination of dtypes and writability: keep one combination.
+    view.flags.writeable = False
+    return view
+
+
+def _ints(values: ArrayLike) -> Int64Array:
+    # An empty list would become float64.
+    return np.asarray(values, np.int64)
+
+
+def _first_outside(array: NDArray[Any], low: int, high: int) -> int | None:
+    """Index of the first value outside [low, high)."""
+    if not array.size or (array.min() >= low and array.max() < high):
+        return None
+    return int(((array < low) | (array >= high)).argmax())
+
+
+def _first_below(array: NDArray[Any], low: int) -> int | None:
+    """Index of the first value below low."""
+    if not array.size or array.min() >= low:
+        return None
+    return int((array < low).argmax())
+
+
+def _invalid(attribute: str, problem: str, hint: str | None = None) -> CalibError:
+    return CalibError(f"invalid graph: {problem}", where=f"Graph.{attribute}", hint=hint)

@@ -1,0 +1,102 @@
+"""Why a graph cannot be propagated to its end: missing members, or a cycle.
+
+Both answers depend on the graph alone, so every engine reports the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prismcalib.errors import CycleError, MissingMemberError
+from prismcalib.graph import Graph, Int32Array
+
+__all__ = ["cycle_error", "find_cycle", "missing_member_error"]
+
+_SHOWN = 12
+
+
+def missing_member_error(graph: Graph) -> MissingMemberError | None:
+    """The error for the first sync instance that lacks members, or None."""
+    short = np.flatnonzero(graph.members_present < graph.instance_size)
+    if not len(short):
+        return None
+    instance = int(short[0])
+    rows = np.flatnonzero(graph.instance == instance)
+    names = ", ".join(graph.label(row) for row in rows[:_SHOWN]) or "none"
+    if len(rows) > _SHOWN:
+        names += f", and {len(rows) - _SHOWN} more"
+    others = f"; {len(short) - 1} more instances lack members" if len(short) > 1 else ""
+    return MissingMemberError(
+        f"a sync instance has {len(rows)} of {graph.instance_size[instance]} members, "
+        f"present: {names}{others}",
+        where=f"instance={instance}",
+        hint="the absent ranks were not recorded, or their recording ends earlier: "
+        "add their slices or cut all ranks to the same steps",
+        instance=instance,
+        rows=tuple(int(row) for row in rows),
+    )
+
+
+def cycle_error(graph: Graph, finished: Int32Array) -> CycleError:
+    """The error that names one cycle.
+
+    Args:
+        graph: has all members, but propagation got stuck.
+        finished: rows that propagation completed.
+    """
+    cycle = find_cycle(graph, finished)
+    shown = list(cycle)
+    if len(shown) > _SHOWN:
+        # Where the circle changes ranks is what a reader has to look at.
+        shown = [row for row in shown if graph.instance[row] >= 0] or shown
+    text = " -> ".join(graph.label(row) for row in shown[:_SHOWN])
+    if len(shown) > _SHOWN:
+        text += " -> ..."
+    synced = any(graph.instance[row] >= 0 for row in cycle)
+    return CycleError(
+        f"{len(cycle)} operations wait for each other in a circle, each for the one before it "
+        f"and the first for the last: {text}",
+        where=f"row={cycle[0]}",
+        hint=(
+            "ranks issue these communications in different orders, or an exchange that was "
+            "coalesced in reality (batch_isend_irecv) was recorded as separate operations"
+            if synced
+            else "an operation depends on itself: the deps of these rows are wrong"
+        ),
+        rows=cycle,
+    )
+
+
+def find_cycle(graph: Graph, finished: Int32Array) -> tuple[int, ...]:
+    """Rows of one cycle; each waits for the row before it, the first for the last.
+
+    Follows "waits for" from the lowest unfinished row until a row comes up again, which must
+    happen: every unfinished row waits for another unfinished one.
+    """
+    open_rows = np.ones(graph.rows, np.bool_)
+    open_rows[finished] = False
+    pending = np.flatnonzero(open_rows)
+    grouped = pending[np.argsort(graph.instance[pending], kind="stable")]
+    group_of = graph.instance[grouped]
+
+    def unfinished_dep(row: int) -> int | None:
+        deps = graph.deps(row)
+        deps = deps[open_rows[deps]]
+        return int(deps[0]) if len(deps) else None
+
+    def waits_for(row: int) -> int:
+        dep = unfinished_dep(row)
+        if dep is not None:
+            return dep
+        # All deps ended, so the row has arrived at its sync instance and another member has not.
+        first, last = np.searchsorted(group_of, [graph.instance[row], graph.instance[row] + 1])
+        return next(int(m) for m in grouped[first:last] if unfinished_dep(m) is not None)
+
+    row = int(pending[0])
+    walk: list[int] = []
+    position: dict[int, int] = {}
+    while row not in position:
+        position[row] = len(walk)
+        walk.append(row)
+        row = waits_for(row)
+    return tuple(reversed(walk[position[row] :]))

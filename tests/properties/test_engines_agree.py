@@ -1,0 +1,149 @@
+"""All engines give the same times, to the nanosecond, and the same errors."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prismcalib.errors import CalibError, CycleError
+from prismcalib.graph import Graph
+from prismcalib.propagation import critical_path, propagate, slack
+
+
+def random_graph(draw: random.Random) -> Graph:
+    """Any graph of up to 40 rows: row numbers say nothing about the order of execution.
+
+    Some have cycles, some lack members; lags, releases before 0, zero durations, repeated
+    dependencies and instances of one or many members all occur.
+    """
+    n = draw.randint(1, 40)
+    place = list(range(n))
+    draw.shuffle(place)
+    deps: list[list[int]] = [[] for _ in range(n)]
+    for row in range(n):
+        for _ in range(min(row, draw.choice([0, 1, 1, 2, 3, 8]))):
+            deps[place[row]].append(place[draw.randrange(row)])
+    if draw.random() < 0.15:
+        deps[draw.randrange(n)].append(draw.randrange(n))
+
+    instances, sizes = [-1] * n, []
+    # Neighbours in the order of execution seldom close a cycle, random rows often do.
+    pool = list(place)
+    if draw.random() < 0.5:
+        draw.shuffle(pool)
+    while len(pool) > 3 and draw.random() < 0.7:
+        members = [pool.pop() for _ in range(draw.choice([1, 2, 2, 3]))]
+        for row in members:
+            instances[row] = len(sizes)
+        sizes.append(len(members) + (draw.random() < 0.02))
+        del pool[len(pool) - draw.randint(0, 2) :]
+
+    longest = draw.choice([3, 100, 10**12])
+    return Graph.from_lists(
+        [draw.randint(0, longest) for _ in range(n)],
+        deps,
+        lags_ns=[[draw.choice([0, 0, draw.randint(1, 50)]) for _ in row] for row in deps]
+        if draw.random() < 0.5
+        else None,
+        instances=instances,
+        instance_sizes=sizes,
+        releases_ns=[draw.randint(-100, 200) for _ in range(n)] if draw.random() < 0.3 else None,
+    )
+
+
+def outcome(graph: Graph, engine: str):
+    """Times and slack as lists, or the error."""
+    try:
+        timing = propagate(graph, engine)
+    except CalibError as error:
+        return type(error), str(error)
+    check_timing(graph, timing, slack(graph, timing, engine))
+    return (
+        timing.start_ns.tolist(),
+        timing.end_ns.tolist(),
+        slack(graph, timing, engine).tolist(),
+        critical_path(graph, timing),
+    )
+
+
+def check_timing(graph, timing, late):
+    assert sorted(timing.order.tolist()) == list(range(graph.rows))
+    seen: set[int] = set()
+    finished: list[int] = []
+    for row in timing.order.tolist():
+        finished.append(row)
+        instance = int(graph.instance[row])
+        if instance < 0 or not finished[:-1] or graph.instance[finished[-2]] != instance:
+            assert instance < 0 or instance not in seen
+            seen.add(instance)
+    assert (timing.wait_ns >= 0).all()
+    assert (timing.wait_ns[graph.instance < 0] == 0).all()
+    assert (late >= timing.wait_ns).all()
+    path = critical_path(graph, timing)
+    assert (late[path] == 0).all()
+    assert (np.diff(timing.start_ns[path]) >= 0).all()
+
+
+def check_cycle(graph, rows):
+    """Each row waits for the one before it, the first for the last."""
+    for before, row in zip(rows[-1:] + rows[:-1], rows, strict=True):
+        together = graph.instance[before] == graph.instance[row] >= 0
+        assert before in graph.deps(row) or together
+
+
+def check_engines(graph: Graph):
+    expected = outcome(graph, "networkx")
+    assert outcome(graph, "python") == expected
+    assert outcome(graph, "array") == expected
+    if expected[0] is CycleError:
+        with pytest.raises(CycleError) as caught:
+            propagate(graph, "python")
+        check_cycle(graph, caught.value.rows)
+    return expected[0] if isinstance(expected[0], type) else "timing"
+
+
+def test_on_2000_random_graphs():
+    counts: dict[object, int] = {}
+    for seed in range(2000):
+        kind = check_engines(random_graph(random.Random(seed)))  # noqa: S311 - repeatable
+        counts[kind] = counts.get(kind, 0) + 1
+    # The generator draws enough of everything.
+    assert min(counts.values()) >= 50
+    assert len(counts) == 3
+
+
+@given(st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=200)
+def test_on_graphs_that_hypothesis_draws(draw):
+    check_engines(random_graph(draw))
+
+
+@given(st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=100)
+def test_slack_is_exactly_the_harmless_delay(draw):
+    graph = random_graph(draw)
+    try:
+        timing = propagate(graph)
+    except CalibError:
+        return
+    late = slack(graph, timing)
+    row = draw.randrange(graph.rows)
+
+    def last_end_if_delayed_by(delay_ns: int) -> int:
+        release = timing.start_ns.copy()
+        release[row] += delay_ns
+        delayed = Graph(
+            duration_ns=graph.duration_ns,
+            dep_offsets=graph.dep_offsets,
+            dep_rows=graph.dep_rows,
+            instance=graph.instance,
+            instance_size=graph.instance_size,
+            dep_lag_ns=graph.dep_lag_ns,
+            release_ns=release,
+        )
+        return int(propagate(delayed).end_ns.max())
+
+    assert last_end_if_delayed_by(late[row]) == timing.end_ns.max()
+    assert last_end_if_delayed_by(late[row] + 1) == timing.end_ns.max() + 1
