@@ -1,0 +1,109 @@
+"""What all tests share: where the recorded traces are, how to call our commands, markers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+REPO = Path(__file__).resolve().parent.parent
+
+# A slow machine is no failure, and CI must not find a new counterexample on an unrelated change.
+settings.register_profile("here", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--regenerate",
+        action="store_true",
+        help="contract tests write schemas/, docs/reference/cli.md and the frozen flags anew",
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpus = _gpu_count()
+    for item in items:
+        if item.get_closest_marker("multi_gpu") and gpus < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {gpus}"))
+        elif item.get_closest_marker("gpu") and gpus < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "data_dir" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.needs_data)
+
+
+def _gpu_count() -> int:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
+    listing = subprocess.run([program, "-L"], capture_output=True, text=True, check=False)
+    return listing.stdout.count("UUID")
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    return REPO
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of recorded traces: PRISM_TEST_DATA, else ../shared/data beside the checkout."""
+    path = Path(os.environ.get("PRISM_TEST_DATA") or REPO.parent / "shared" / "data")
+    if (path / "kineto").is_dir():
+        return path
+    reason = f"no recorded traces at {path}; set PRISM_TEST_DATA"
+    if os.environ.get("PRISM_REQUIRE_DATA") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture
+def regenerate(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--regenerate"))
+
+
+@pytest.fixture(scope="session")
+def command_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which `prismtrace` and the other commands, and `python`, are ours."""
+    folder = tmp_path_factory.mktemp("bin")
+    calls = {name: f"-m {name}.cli" for name in ("prismtrace", "prismcalib", "prismreplay")}
+    for name, call in {**calls, "python": ""}.items():
+        script = folder / name
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {call} "$@"\n')
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    path = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(path),
+        "NO_COLOR": "1",
+        "COLUMNS": "100",
+    }
+
+
+@pytest.fixture
+def run_command(
+    command_env: dict[str, str], tmp_path: Path
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Call a command as a person would, in `tmp_path`: `run_command("prismtrace", "info", x)`."""
+
+    def run(*words: object, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            list(map(str, words)),
+            cwd=cwd,
+            env=command_env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prismtrace import console
+from prismtrace.errors import InputFileError
+
+PROGRAM = '''
+import sys
+from prismtrace import console
+from prismtrace.errors import InputFileError
+
+app = console.new_app("A program for tests.")
+
+@app.command()
+def bad():
+    """Fail as commands fail."""
+    raise InputFileError("not JSON", where="rank0.json", hint="convert it again")
+
+@app.command()
+def unreadable():
+    """Fail in the operating system."""
+    open("/nonexistent/trace.json")
+
+@app.command()
+def extra():
+    """Miss an optional package."""
+    raise ModuleNotFoundError("no numba", name="numba.core")
+
+@app.command()
+def bug():
+    """Fail by mistake."""
+    raise ZeroDivisionError("ours")
+
+@app.command()
+def interrupted():
+    """Be stopped."""
+    raise KeyboardInterrupt
+
+@app.command()
+def much():
+    """Print more than a pipe holds."""
+    for number in range(200_000):
+        print(number)
+
+@app.command()
+def bar():
+    """Show progress."""
+    with console.progress("reading [x]", total=2) as bar:
+        bar.advance(2)
+        bar.describe("done")
+    print("result")
+
+console.run(app)
+'''
+
+
+@pytest.fixture
+def program(tmp_path: Path, command_env) -> tuple[list[str], dict[str, str]]:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return [sys.executable, str(path)], command_env
+
+
+def _run(program, *words: str) -> subprocess.CompletedProcess[str]:
+    command, env = program
+    return subprocess.run([*command, *words], env=env, capture_output=True, text=True, check=False)
+
+
+def test_an_error_is_one_message_with_place_and_hint(program):
+    done = _run(program, "bad")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == "error: not JSON [rank0.json]\n  hint: convert it again\n"
+
+
+def test_an_os_error_names_the_path(program):
+    done = _run(program, "unreadable")
+    assert done.returncode == 1
+    assert done.stderr == "error: No such file or directory [/nonexistent/trace.json]\n"
+
+
+def test_a_missing_extra_says_what_to_install(program):
+    done = _run(program, "extra")
+    assert done.returncode == 1
+    assert "pip install 'prismllm[calib]'" in done.stderr
+
+
+def test_a_bug_keeps_its_traceback(program):
+    done = _run(program, "bug")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(["interrupted"], 130), (["nope"], 2), (["bad", "x"], 2)]
+)
+def test_exit_codes(program, words, code):
+    assert _run(program, *words).returncode == code
+
+
+def test_a_reader_that_goes_away_causes_no_message(program):
+    command, env = program
+    with subprocess.Popen(
+        [*command, "much"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as running:
+        running.stdout.readline()
+        running.stdout.close()
+        assert running.stderr.read() == b""
+
+
+def test_progress_is_silent_without_a_terminal(program):
+    done = _run(program, "bar")
+    assert (done.stdout, done.stderr) == ("result\n", "")
+
+
+def test_progress_shows_on_a_terminal_and_stays_off_stdout(program):
+    command, env = program
+    ours, theirs = pty.openpty()
+    done = subprocess.run(
+        [*command, "bar"],
+        env={**env, "TERM": "xterm"},
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        check=True,
+    )
+    os.close(theirs)
+    seen = os.read(ours, 65536)
+    os.close(ours)
+    assert done.stdout == b"result\n"
+    assert b"reading [x]" in seen
+
+
+def test_table_aligns_numbers_right_and_shows_null_as_dash(capsys):
+    console.table("Kinds", ["kind", "count"], [["all_reduce", np.int64(7)], ["[x]", None]])
+    assert capsys.readouterr().out.splitlines() == [
+        "Kinds",
+        "kind        count",
+        "----------  -----",
+        "all_reduce      7",
+        "[x]             -",
+    ]
+
+
+def test_empty_table_still_has_its_head(capsys):
+    console.table("", ["a"], [])
+    assert capsys.readouterr().out == "a\n-\n"
+
+
+def test_print_json_takes_nested_results(capsys):
+    @dataclasses.dataclass(frozen=True)
+    class Result:
+        path: Path
+        values: object
+
+    console.print_json({"r": Result(Path("x"), [np.int64(1 << 62), {"s": frozenset({2, 1})}])})
+    assert json.loads(capsys.readouterr().out) == {
+        "r": {"path": "x", "values": [1 << 62, {"s": [1, 2]}]}
+    }
+
+
+def test_print_json_refuses_what_is_not_json():
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        console.print_json({"x": float("nan")})
+    with pytest.raises(TypeError, match="object cannot be written"):
+        console.print_json(object())
+
+
+def test_emit_prints_text_or_json(capsys):
+    console.emit("hello", json=False)
+    console.emit("hello", json=True)
+    assert capsys.readouterr().out == 'hello\n"hello"\n'
+
+
+def test_print_error_without_place_or_hint(capsys):
+    console.print_error(InputFileError("empty"))
+    assert capsys.readouterr().err == "error: empty\n"
