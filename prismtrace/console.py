@@ -87,13 +87,9 @@ def new_app(help: str) -> typer.Typer:
 def _print_version(wanted: bool) -> None:
     if not wanted:
         return
-    from importlib import metadata
+    from prismtrace import __version__
 
-    try:
-        version = metadata.version("prismllm")
-    except metadata.PackageNotFoundError:
-        version = "unknown (not installed)"
-    print(f"prismllm {version}")
+    print(f"prismllm {__version__}")
     raise typer.Exit
 
 
