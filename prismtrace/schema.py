@@ -407,18 +407,17 @@ class Node(BaseModel):
             ("local-with-transfer", not local or self.transfer_ns is None),
             (
                 "transfer-longer-than-span",
-                self.transfer_ns is None
-                or self.dur_ns is None
-                or self.transfer_ns <= self.dur_ns,
+                self.transfer_ns is None or self.dur_ns is None or self.transfer_ns <= self.dur_ns,
             ),
             ("dep-not-earlier", all(1 <= distance <= self.index for distance in self.deps)),
             ("dep-twice", len(set(self.deps)) == len(self.deps)),
             (
                 "xdep-of-same-rank",
-                all(dep >= 0 and dep >> INDEX_BITS != self.rank for dep in self.xdeps or []),
+                all(dep >> INDEX_BITS != self.rank for dep in self.xdeps or []),
             ),
+            ("xdep-out-of-range", all(0 <= dep < 2**63 for dep in self.xdeps or [])),
             ("lag-length", self.lag_ns is None or len(self.lag_ns) == edges),
-            ("lag-negative", all(0 <= lag < 2**63 for lag in self.lag_ns or [])),
+            ("lag-out-of-range", all(0 <= lag < 2**63 for lag in self.lag_ns or [])),
             (
                 "peak-below-level",
                 self.mem_bytes is None
@@ -451,9 +450,7 @@ def column_types() -> dict[str, ColumnType]:
 
 def nullable_columns() -> frozenset[str]:
     """Columns that may hold null (and may therefore be absent from a file)."""
-    return frozenset(
-        name for name, field in Node.model_fields.items() if not field.is_required()
-    )
+    return frozenset(name for name, field in Node.model_fields.items() if not field.is_required())
 
 
 Schema = Literal["trace-header", "node", "edge"]

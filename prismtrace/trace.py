@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import polars as pl
 from pydantic import ValidationError as PydanticError
@@ -136,7 +137,7 @@ class Trace:
         rows = self.nodes.select(
             "id", "kind", "group", "seq", "peer", "rank", "deps", "xdeps", "lag_ns"
         ).collect()
-        return pl.concat([_directional_edges(rows), _sync_edges(rows)])
+        return pl.concat([directional_edges(rows), sync_edges(rows)])
 
 
 _EDGE_SCHEMA = {
@@ -147,7 +148,8 @@ _EDGE_SCHEMA = {
 }
 
 
-def _directional_edges(rows: pl.DataFrame) -> pl.DataFrame:
+def directional_edges(rows: pl.DataFrame) -> pl.DataFrame:
+    """Edges that `deps` and `xdeps` of some rows stand for; columns as in `Trace.edges`."""
     local = pl.col("deps").list.len()
     remote = pl.col("xdeps").list.len().fill_null(0)
     lags = (
@@ -195,7 +197,8 @@ def instance_columns() -> list[pl.Expr]:
     ]
 
 
-def _sync_edges(rows: pl.DataFrame) -> pl.DataFrame:
+def sync_edges(rows: pl.DataFrame) -> pl.DataFrame:
+    """Stars of the sync instances among some rows; columns as in `Trace.edges`."""
     members = rows.filter(pl.col("seq").is_not_null() & pl.col("group").is_not_null())
     hub = pl.col("id").min().over(["group", "seq", "src_rank", "dst_rank"])
     return (
@@ -216,8 +219,11 @@ def _sync_edges(rows: pl.DataFrame) -> pl.DataFrame:
 # --- reading --------------------------------------------------------------------------
 
 
-def open_trace(source: PathLike | Sequence[PathLike]) -> Trace:
+def open_trace(source: PathLike | Sequence[PathLike], *, exact: bool = True) -> Trace:
     """Open a trace: one file, a folder of files, a glob pattern or a list of files.
+
+    With `exact` false, integers and texts that do not fit the format's types stay as they
+    are: `prismtrace.validation` counts them, where reading them would fail at the first.
 
     Raises:
         InputFileError: nothing there, or a file is unreadable or truncated.
@@ -235,8 +241,9 @@ def open_trace(source: PathLike | Sequence[PathLike]) -> Trace:
                 where=str(path),
                 hint="open them one by one, or combine slices with `prismcalib merge`",
             )
-    frames = [_scan(path) for path in paths]
-    nodes = frames[0] if len(frames) == 1 else pl.concat(frames, how="diagonal")
+    frames = [_scan(path, exact=exact) for path in paths]
+    how: Literal["diagonal", "diagonal_relaxed"] = "diagonal" if exact else "diagonal_relaxed"
+    nodes = frames[0] if len(frames) == 1 else pl.concat(frames, how=how)
     return Trace(header=headers[0], nodes=nodes, paths=tuple(paths))
 
 
@@ -301,25 +308,30 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_version(version: str, where: str) -> None:
-    if version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
+    major = FORMAT_VERSION.partition(".")[0]
+    if version.partition(".")[0] != major:
         raise FormatVersionError(
-            f"format version {version}; this version reads {FORMAT_VERSION.split('.')[0]}.x",
+            f"format version {version}; this version reads {major}.x",
             where=where,
             hint="convert the source again, or install a matching prismllm",
         )
 
 
-def _scan(path: Path) -> pl.LazyFrame:
+def _scan(path: Path, *, exact: bool) -> pl.LazyFrame:
     frame = pl.scan_parquet(path, glob=False)
     try:
         found = frame.collect_schema()
     except (OSError, pl.exceptions.PolarsError) as error:
         raise InputFileError("not a readable Parquet file", where=str(path)) from error
-    return conform(frame, found, where=str(path))
+    return conform(frame, found, where=str(path), exact=exact)
 
 
-def conform(frame: pl.LazyFrame, found: pl.Schema, *, where: str) -> pl.LazyFrame:
+def conform(
+    frame: pl.LazyFrame, found: pl.Schema, *, where: str, exact: bool = True
+) -> pl.LazyFrame:
     """Bring a frame to `node_schema`: order, types, absent nullable columns as nulls.
+
+    With `exact` false, integers of another width and texts of an enum keep their type.
 
     Raises:
         ValidationError: a required column is missing, a type does not fit, or a column that
@@ -335,9 +347,11 @@ def conform(frame: pl.LazyFrame, found: pl.Schema, *, where: str) -> pl.LazyFram
             columns.append(pl.col(name))
         elif isinstance(dtype, pl.Enum):
             # A later minor version may append values; text is the common ground.
-            columns.append(pl.col(name).cast(pl.String).cast(dtype))
+            text = pl.col(name).cast(pl.String)
+            columns.append(text.cast(dtype) if exact else text)
         elif _widens(found[name], dtype):
-            columns.append(pl.col(name).cast(dtype))
+            cast = exact or found[name] == pl.Null
+            columns.append(pl.col(name).cast(dtype) if cast else pl.col(name))
         else:
             raise ValidationError(
                 f"column {name!r} has type {found[name]}, expected {dtype}", where=where

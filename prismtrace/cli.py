@@ -1,0 +1,422 @@
+"""The command `prismtrace`: convert, look at, check and export traces.
+
+Nothing heavy is imported before a command needs it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from prismtrace import console
+
+if TYPE_CHECKING:
+    from prismtrace.info import TraceInfo
+    from prismtrace.trace import Trace
+
+__all__ = ["app", "main"]
+
+app = console.new_app(
+    "Turn profiler traces of a distributed training job into one typed trace, and look at it."
+)
+
+TraceArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="TRACE...",
+        help="Trace file, folder of files, or pattern in quotes.",
+        show_default=False,
+    ),
+]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+class Grain(StrEnum):
+    """What becomes a node."""
+
+    COMMUNICATION = "communication"
+    KERNEL = "kernel"
+
+
+class SchemaName(StrEnum):
+    """Names of `prismtrace.schema.MODELS`; spelled out so that --help need not load it."""
+
+    TRACE_HEADER = "trace-header"
+    NODE = "node"
+    EDGE = "edge"
+
+
+class Target(StrEnum):
+    """Names of `prismtrace.exporting.ExportFormat`, likewise."""
+
+    PERFETTO = "perfetto"
+    NODE_LINK = "node-link"
+
+
+def _open(paths: list[str]) -> Trace:
+    from prismtrace.trace import open_trace
+
+    return open_trace(paths)
+
+
+# --- convert --------------------------------------------------------------------------
+
+
+@app.command()
+def convert(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUTS...",
+            help="Profiler traces, one per rank; folders and quoted patterns work too.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="Trace file to write (.parquet).", show_default=False),
+    ],
+    grain: Annotated[
+        Grain,
+        typer.Option(
+            help="communication: one node per communication and per computation between two of"
+            " them. kernel: one node per GPU kernel."
+        ),
+    ] = Grain.COMMUNICATION,
+    jobs: Annotated[
+        int,
+        typer.Option("--jobs", "-j", min=0, help="Files to read at the same time; 0: all cores."),
+    ] = 1,
+    rank: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE=N",
+            help="Rank of a file that does not say it, e.g. --rank last.json.gz=7 (repeatable);"
+            " with a single input just the number.",
+        ),
+    ] = None,
+    step_from: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|profilerstep|whole|REGEX",
+            help="Where training steps begin. profilerstep: the profiler's own marks; whole: the"
+            " file is one step; else a regular expression for the names of annotations, e.g."
+            " --step-from 'train_step_(\\d+)'. auto: profilerstep if there are any, else whole.",
+        ),
+    ] = "auto",
+    comm_kernel: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="REGEX=KIND",
+            help="Own communication kernels, e.g. --comm-kernel 'my_allreduce.*=all_reduce'"
+            " (repeatable).",
+        ),
+    ] = None,
+    groups: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='Process groups the traces do not name: JSON such as {"tp_0": "0-7"}.',
+        ),
+    ] = None,
+    keep_arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Keep an event argument as a column x_NAME, e.g. --keep-arg 'grid' (repeatable).",
+        ),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail where something would be dropped or assumed.")
+    ] = False,
+    json: JsonFlag = False,
+) -> None:
+    """Convert profiler traces of all ranks into one trace.
+
+    Example: prismtrace convert rank*.json.gz -o run.parquet
+    """
+    # Filled in together with prismtrace.converters.
+    from prismtrace.converters import convert as convert_files
+
+    ranks = _ranks_of_files(rank or [], inputs)
+    with console.progress("converting", unit="bytes") as bar:
+        report = convert_files(
+            inputs,
+            output,
+            ranks=ranks,
+            grain=grain.value,
+            jobs=jobs,
+            comm_kernels=_comm_kernels(comm_kernel or []),
+            keep_args=tuple(keep_arg or ()),
+            groups=groups,
+            step_from=step_from,
+            strict=strict,
+            progress=bar,
+        )
+    console.emit(report, json=json)
+
+
+def _ranks_of_files(given: list[str], inputs: list[str]) -> dict[str, int] | None:
+    """`FILE=N` texts as a mapping; a lone number belongs to a single input."""
+    ranks: dict[str, int] = {}
+    for text in given:
+        file, equals, number = text.rpartition("=")
+        if not number.isdecimal():
+            raise typer.BadParameter(f"{text!r} is not FILE=N", param_hint="--rank")
+        if not equals:
+            if len(inputs) != 1:
+                raise typer.BadParameter(
+                    f"several inputs: say which one has rank {number}, as FILE={number}",
+                    param_hint="--rank",
+                )
+            file = inputs[0]
+        ranks[file] = int(number)
+    return ranks or None
+
+
+def _comm_kernels(given: list[str]) -> tuple[tuple[str, str], ...]:
+    """`REGEX=KIND` texts as pairs; the kind is what follows the last equals sign."""
+    import re
+
+    from prismtrace.schema import LOCAL_KINDS, Kind
+
+    kinds = [kind.value for kind in Kind if kind not in LOCAL_KINDS]
+    pairs = []
+    for text in given:
+        pattern, equals, kind = text.rpartition("=")
+        if not equals or kind not in kinds:
+            raise typer.BadParameter(
+                f"{text!r} is not REGEX=KIND with a KIND of {', '.join(kinds)}",
+                param_hint="--comm-kernel",
+            )
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise typer.BadParameter(
+                f"{pattern!r} is not a regular expression: {error}", param_hint="--comm-kernel"
+            ) from error
+        pairs.append((pattern, kind))
+    return tuple(pairs)
+
+
+# --- info -----------------------------------------------------------------------------
+
+
+@app.command()
+def info(trace: TraceArgument, json: JsonFlag = False) -> None:
+    """Say what is in a trace: ranks, kinds, groups, steps, time, repairs.
+
+    Example: prismtrace info run.parquet
+    """
+    from prismtrace.info import summarize
+
+    summary = summarize(_open(trace))
+    if json:
+        console.print_json(summary)
+    else:
+        _print_info(summary)
+
+
+MOST_LINES = 16
+"""Rows of a table before the rest is only counted; --json has them all."""
+
+
+def _print_info(info: TraceInfo) -> None:
+    from prismtrace.ranks import format_ranks
+
+    header = info.header
+    facts: list[tuple[str, object]] = [
+        ("files", f"{len(info.files)} ({info.file_bytes / 1e6:.1f} MB)"),
+        ("kind", f"{header.kind}, format {header.format_version}"),
+        ("ranks", f"{format_ranks(header.ranks)} of {header.world_size}"),
+        ("nodes", info.nodes),
+    ]
+    if info.window_ns is not None:
+        facts.append(("time", f"{_ms(info.window_ns):,.3f} ms from first start to last end"))
+    facts += [(name, f"{size}") for name, size in header.axes.items()]
+    if info.critical:
+        facts.append(("critical path", f"{info.critical} nodes"))
+    facts += [("clock", _clock_text(domain)) for domain in header.clock[:MOST_LINES]]
+    facts += [("written by", header.created_by)] if header.created_by else []
+    for name, value in facts:
+        print(f"{name + ':':<14} {value}")
+    _print_tables(info)
+
+
+def _clock_text(domain: Any) -> str:
+    from prismtrace.ranks import format_ranks
+
+    offset = "offset unknown" if domain.offset_ns is None else f"offset {domain.offset_ns} ns"
+    return f"{domain.source}, ranks {format_ranks(domain.ranks)}, {offset}"
+
+
+def _print_tables(info: TraceInfo) -> None:
+    _table(
+        "kinds",
+        ["kind", "nodes", "total ms", "wait ms", "MB", "unmatched"],
+        [
+            [k.kind, k.nodes, _ms(k.dur_ns), _ms(k.wait_ns), k.bytes and k.bytes / 1e6, k.unmatched]
+            for k in info.kinds
+        ],
+    )
+    _table(
+        "groups",
+        ["id", "name", "description", "ranks", "nodes"],
+        [[g.id, g.name, g.desc, g.ranks, g.nodes] for g in info.groups],
+    )
+    _table(
+        "steps",
+        ["step", "nodes", "ms"],
+        [[s.step, s.nodes, _span_ms(s.start_ns, s.end_ns)] for s in info.steps],
+    )
+    _table(
+        "ranks",
+        ["rank", "nodes", "ms"],
+        [[r.rank, r.nodes, _span_ms(r.start_ns, r.end_ns)] for r in info.ranks],
+    )
+    _table("streams", ["stream", "in the source"], [[n, s] for n, s in info.header.streams.items()])
+    _table("repairs and assumptions", ["policy", "times"], list(info.header.policies.items()))
+
+
+def _table(title: str, columns: list[str], rows: list[Any]) -> None:
+    if not rows:
+        return
+    print()
+    console.table(title, columns, rows[:MOST_LINES])
+    if len(rows) > MOST_LINES:
+        print(f"... and {len(rows) - MOST_LINES} more (--json lists all)")
+
+
+def _ms(time_ns: int | None) -> float | None:
+    return None if time_ns is None else time_ns / 1e6
+
+
+def _span_ms(start_ns: int | None, end_ns: int | None) -> float | None:
+    return None if start_ns is None or end_ns is None else (end_ns - start_ns) / 1e6
+
+
+# --- validate -------------------------------------------------------------------------
+
+
+@app.command()
+def validate(
+    trace: TraceArgument,
+    limit: Annotated[int, typer.Option(min=0, help="Rows to show for each broken rule.")] = 5,
+    json: JsonFlag = False,
+) -> None:
+    """Check a trace against the rules of the format.
+
+    The exit code is 1 when a rule is broken; warnings alone leave it at 0.
+
+    Example: prismtrace validate run.parquet
+    """
+    from prismtrace.trace import open_trace
+    from prismtrace.validation import validate as check
+
+    violations = check(open_trace(trace, exact=False), limit=limit)
+    errors = sum(violation.severity == "error" for violation in violations)
+    if json:
+        console.print_json({"valid": errors == 0, "violations": violations})
+    else:
+        for violation in violations:
+            print(violation)
+        warnings = len(violations) - errors
+        print(f"{errors} rules broken, {warnings} warnings" if violations else "valid")
+    raise typer.Exit(1 if errors else 0)
+
+
+# --- schema ---------------------------------------------------------------------------
+
+
+@app.command()
+def schema(
+    name: Annotated[
+        SchemaName | None, typer.Argument(help="One schema; without it, all.", show_default=False)
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write NAME.schema.json files into this folder instead of printing."
+        ),
+    ] = None,
+) -> None:
+    """Print the JSON Schemas of the trace format.
+
+    Example: prismtrace schema node
+    """
+    from prismtrace.schema import MODELS, json_schema
+    from prismtrace.schema_files import write_schemas
+
+    names = tuple(MODELS) if name is None else tuple(key for key in MODELS if key == name.value)
+    if write is not None:
+        for path in write_schemas(write, names):
+            print(path)
+    elif name is not None:
+        console.print_json(json_schema(names[0]))
+    else:
+        console.print_json({key: json_schema(key) for key in names})
+
+
+# --- export ---------------------------------------------------------------------------
+
+
+@app.command()
+def export(
+    trace: TraceArgument,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="File to write.", show_default=False)
+    ],
+    to: Annotated[
+        Target,
+        typer.Option(
+            help="perfetto: timeline for ui.perfetto.dev (gzipped if OUTPUT ends in .gz);"
+            " node-link: graph for networkx.node_link_graph."
+        ),
+    ] = Target.PERFETTO,
+    ranks: Annotated[
+        str | None, typer.Option(metavar="RANKS", help="Only these, e.g. 0-7 or 0,8,16.")
+    ] = None,
+) -> None:
+    """Write a trace for another tool: a timeline to look at, or a graph.
+
+    Example: prismtrace export run.parquet --to perfetto -o run.json.gz
+    """
+    import polars as pl
+
+    from prismtrace.exporting import export as export_trace
+
+    opened = _open(trace)
+    if ranks is not None:
+        opened = opened.ranks(_chosen_ranks(ranks, opened))
+    rows = opened.nodes.select(pl.len()).collect().item()
+    with console.progress(f"exporting to {to.value}", total=rows) as bar:
+        export_trace(opened, output, to=to.value, advance=bar.advance)
+
+
+def _chosen_ranks(text: str, trace: Trace) -> tuple[int, ...]:
+    from prismtrace.errors import RankError
+    from prismtrace.ranks import format_ranks, parse_ranks
+
+    try:
+        chosen = parse_ranks(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--ranks") from error
+    absent = sorted(set(chosen) - set(trace.header.ranks))
+    if absent or not chosen:
+        raise RankError(
+            f"ranks {format_ranks(absent)} are not in the trace" if absent else "no rank chosen",
+            hint=f"it has ranks {format_ranks(trace.header.ranks)}",
+        )
+    return chosen
+
+
+def main() -> NoReturn:
+    """Entry point of the console script."""
+    console.run(app)
+
+
+if __name__ == "__main__":
+    main()

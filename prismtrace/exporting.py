@@ -1,0 +1,46 @@
+"""Write a trace in a form that other tools read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+from prismtrace.trace import PathLike, Trace
+
+__all__ = ["ExportFormat", "export"]
+
+
+class ExportFormat(StrEnum):
+    """What `export` can write."""
+
+    PERFETTO = "perfetto"
+    """Chrome trace JSON for ui.perfetto.dev; gzipped when the name ends in .gz."""
+    NODE_LINK = "node-link"
+    """JSON for `networkx.node_link_graph`."""
+
+
+def export(
+    trace: Trace,
+    path: PathLike,
+    *,
+    to: ExportFormat | str = ExportFormat.PERFETTO,
+    advance: Callable[[int], None] | None = None,
+) -> None:
+    """Write `trace` to `path` for another tool; an existing file is replaced when whole.
+
+    `advance` is called with the number of rows written since its last call.
+
+    Raises:
+        ValueError: `to` is no `ExportFormat`.
+        TraceError: a trace without times cannot be drawn.
+        OutputError: the file cannot be written.
+    """
+    # The formats are independent of each other; only the one asked for is loaded.
+    if ExportFormat(to) is ExportFormat.PERFETTO:
+        from prismtrace.export.perfetto import export_perfetto
+
+        export_perfetto(trace, path, advance=advance)
+    else:
+        from prismtrace.export.node_link import export_node_link
+
+        export_node_link(trace, path, advance=advance)
