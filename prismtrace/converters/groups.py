@@ -1,0 +1,234 @@
+"""Which process group a communication belongs to.
+
+Each rank's file lists only the groups that the rank itself belongs to, so the groups of a job
+are the union over all files. A communication may name its group, give its ranks, only its
+size, or nothing at all; it is assigned when exactly one set of ranks fits, and refused with
+the candidates named when several do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prismtrace.converters.kineto.carried import CommOp
+from prismtrace.errors import GroupError, InputFileError
+from prismtrace.ranks import format_ranks, parse_ranks
+from prismtrace.schema import ProcessGroup
+
+__all__ = ["GroupBook", "GroupKey", "NamedGroup", "read_groups_file"]
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, order=True)
+class GroupKey:
+    """A process group of the job: its ranks in group-rank order, and its name."""
+
+    ranks: Ranks
+    name: str
+
+
+@dataclass(frozen=True)
+class NamedGroup:
+    """A group as one rank's file lists it."""
+
+    name: str
+    desc: str
+    ranks: Ranks
+
+
+def read_groups_file(path: Path) -> dict[str, Ranks]:
+    """Read a JSON file ``{"tp0": "0-3", "dp0": [0, 4]}``: name -> ranks.
+
+    Raises:
+        InputFileError: unreadable, not JSON, or not of that form.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        groups = {
+            str(name): parse_ranks(ranks) if isinstance(ranks, str) else tuple(map(int, ranks))
+            for name, ranks in raw.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise InputFileError(
+            f"not a groups file: {error}",
+            where=str(path),
+            hint='expected JSON such as {"tp0": "0-3", "dp0": [0, 4]}',
+        ) from error
+    return groups
+
+
+@dataclass
+class GroupBook:
+    """All groups of a job, and the rules that assign a communication to one of them."""
+
+    world_size: int
+    counts: Counter[str]
+    _named: dict[tuple[str, int], list[GroupKey]] = field(default_factory=dict)
+    """(name, rank) -> groups of that name that the rank belongs to."""
+    _desc: dict[GroupKey, str] = field(default_factory=dict)
+    _local: dict[tuple[int, Ranks], list[int]] = field(default_factory=dict)
+    """(rank, ranks) -> process-local group numbers in order of first use."""
+    _of_rank: dict[int, list[GroupKey]] = field(default_factory=dict)
+
+    @classmethod
+    def build(
+        cls,
+        world_size: int,
+        listed: Mapping[int, Sequence[NamedGroup]],
+        given: Mapping[str, Ranks],
+        counts: Counter[str],
+    ) -> GroupBook:
+        """Unite what the files list.
+
+        Args:
+            world_size: ranks of the job.
+            listed: rank -> groups in its file.
+            given: groups that the user named.
+            counts: assumptions are counted here.
+        """
+        book = cls(world_size, counts)
+        for name, ranks in given.items():
+            for rank in ranks:
+                book._add(name, rank, GroupKey(ranks, name), "")
+        for (rank, group), key in _unified(listed, world_size, counts).items():
+            book._add(group.name, rank, key, group.desc)
+        return book
+
+    def _add(self, name: str, rank: int, key: GroupKey, desc: str) -> None:
+        entries = self._named.setdefault((name, rank), [])
+        if key not in entries:
+            entries.append(key)
+            self._of_rank.setdefault(rank, []).append(key)
+        if desc and desc != "undefined":
+            self._desc.setdefault(key, desc)
+
+    def assign(self, rank: int, comm: CommOp) -> GroupKey:
+        """The group of one communication of a rank.
+
+        Raises:
+            GroupError: none or several fit.
+        """
+        if comm.group_name is not None:
+            return self._by_name(rank, comm, comm.group_name)
+        if comm.group_ranks:
+            return self._learn(rank, comm.group_ranks, format_ranks(comm.group_ranks), comm)
+        return self._by_size(rank, comm)
+
+    def _by_name(self, rank: int, comm: CommOp, name: str) -> GroupKey:
+        known = self._named.get((name, rank), [])
+        fitting = [
+            key
+            for key in known
+            if comm.group_ranks is None or set(key.ranks) == set(comm.group_ranks)
+        ]
+        if comm.group_size is not None:
+            fitting = [key for key in fitting if len(key.ranks) == comm.group_size]
+        if len(fitting) == 1:
+            return fitting[0]
+        if comm.group_ranks:
+            return self._learn(rank, comm.group_ranks, name, comm)
+        if not fitting and comm.group_size == self.world_size:
+            return self._learn(rank, tuple(range(self.world_size)), name, comm)
+        raise self._refusal(
+            rank,
+            f"process group {name!r} of {comm.kind} is "
+            + ("ambiguous" if fitting else "not listed in any file"),
+            fitting or known,
+        )
+
+    def _learn(self, rank: int, ranks: Ranks, name: str, comm: CommOp) -> GroupKey:
+        key = GroupKey(ranks, name)
+        self._add(name, rank, key, comm.group_desc or "")
+        return key
+
+    def _by_size(self, rank: int, comm: CommOp) -> GroupKey:
+        candidates = [
+            key for key in self._of_rank.get(rank, []) if comm.group_size in (None, len(key.ranks))
+        ]
+        if not candidates and comm.group_size in (None, self.world_size):
+            # Nothing in the file says otherwise: one group that spans the job.
+            self.counts["assumed-world-group"] += 1
+            candidates = [GroupKey(tuple(range(self.world_size)), "world")]
+        sets = sorted({key.ranks for key in candidates})
+        if len(sets) != 1:
+            raise self._refusal(
+                rank,
+                f"{comm.kind} names no process group and "
+                + (f"{len(sets)} fit" if sets else "none of its size is known"),
+                candidates,
+            )
+        named = [key for key in candidates if key.ranks == sets[0]]
+        return self._nth_local(rank, comm, named)
+
+    def _nth_local(self, rank: int, comm: CommOp, named: list[GroupKey]) -> GroupKey:
+        """Groups with equal ranks, told apart by their process-local number."""
+        numbers = self._local.setdefault((rank, named[0].ranks), [])
+        if comm.local_group is None:
+            return named[0]
+        if comm.local_group not in numbers:
+            numbers.append(comm.local_group)
+        nth = numbers.index(comm.local_group)
+        if nth < len(named):
+            return named[nth]
+        return GroupKey(named[0].ranks, f"{named[0].name}#{nth}")
+
+    def _refusal(self, rank: int, message: str, candidates: Iterable[GroupKey]) -> GroupError:
+        names = [
+            f"{key.name!r}"
+            + (f" ({self._desc[key]})" if key in self._desc else "")
+            + f" = ranks {format_ranks(key.ranks)}"
+            for key in sorted(set(candidates), key=lambda key: (key.name, key.ranks))
+        ]
+        listed = f"; candidates: {', '.join(names)}" if names else ""
+        keep = "keep such communications as local spans with --unmatched keep"
+        return GroupError(
+            message + listed,
+            where=f"rank {rank}",
+            hint=f"nothing in the trace tells them apart; {keep}"
+            if names
+            else f"name the groups with --groups FILE.json, or {keep}",
+        )
+
+    def table(
+        self, used: Iterable[GroupKey]
+    ) -> tuple[tuple[ProcessGroup, ...], dict[GroupKey, int]]:
+        """Header entries of the listed and used groups, and the id of each group."""
+        keys = sorted({*used, *(key for keys in self._of_rank.values() for key in keys)})
+        groups = tuple(
+            ProcessGroup(id=number, name=key.name, desc=self._desc.get(key, ""), ranks=key.ranks)
+            for number, key in enumerate(keys)
+        )
+        return groups, {key: number for number, key in enumerate(keys)}
+
+
+def _unified(
+    listed: Mapping[int, Sequence[NamedGroup]], world_size: int, counts: Counter[str]
+) -> dict[tuple[int, NamedGroup], GroupKey]:
+    """One key per group although ranks may call it differently.
+
+    Names come from a counter in each process. Where ranks that share a set of ranks disagree
+    about its names, the n-th group of that set is the same group on all of them.
+    """
+    by_set: dict[Ranks, dict[int, list[NamedGroup]]] = {}
+    for rank in sorted(listed):
+        for group in listed[rank]:
+            ranks = group.ranks or tuple(range(world_size))
+            by_set.setdefault(ranks, {}).setdefault(rank, []).append(group)
+    keys: dict[tuple[int, NamedGroup], GroupKey] = {}
+    for ranks, members in by_set.items():
+        names = {rank: [group.name for group in groups] for rank, groups in members.items()}
+        agree = len({frozenset(entry) for entry in names.values()}) == 1
+        equal_counts = len({len(entry) for entry in names.values()}) == 1
+        first = names[min(names)]
+        if not agree and equal_counts:
+            counts["group-names-differ"] += 1
+        for rank, groups in members.items():
+            for position, group in enumerate(groups):
+                name = first[position] if not agree and equal_counts else group.name
+                keys[rank, group] = GroupKey(ranks, name)
+    return keys

@@ -1,0 +1,218 @@
+"""CPU traces: a job without GPU events whose communication runs over gloo.
+
+Threads play the part of streams. A thread's outermost operators are its computation; each
+``gloo:…`` annotation is a communication, issued by the `c10d::…` call before it. Where a
+thread pauses and a communication ends within the pause, the thread is taken to have waited
+for it: gloo leaves no record of waits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from dataclasses import dataclass
+
+import polars as pl
+
+from prismtrace.converters.kineto.carried import CommOp, describe_gloo
+from prismtrace.converters.kineto.issued import IssuedOps
+from prismtrace.converters.kineto.names import collective_kind
+from prismtrace.converters.kineto.reader import KinetoFile
+from prismtrace.schema import Kind
+
+__all__ = ["host_operations"]
+
+# Shorter pauses between operators are the interpreter at work.
+_PAUSE_NS = 20_000
+
+
+@dataclass(frozen=True)
+class _Computation:
+    row: int
+    thread: int
+    name: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class _Communication:
+    row: int
+    name: str
+    comm: CommOp
+    thread: int
+    start_ns: int
+    end_ns: int
+    issue_ns: int
+    issuer: int
+
+
+def host_operations(file: KinetoFile, counts: Counter[str]) -> IssuedOps:
+    """Operations of a CPU trace in issue order, with dependencies."""
+    communications = _communications(file, counts)
+    computations = _outermost(file)
+    time_by_thread: Counter[int] = Counter()
+    for work in computations:
+        time_by_thread[work.thread] += work.end_ns - work.start_ns
+    # The busiest thread comes first: it runs the training loop on every rank.
+    threads = sorted(time_by_thread, key=lambda tid: (-time_by_thread[tid], tid))
+    labels = {tid: f"cpu thread {number}" for number, tid in enumerate(threads)}
+    workers = sorted({comm.thread for comm in communications})
+    entries: list[tuple[int, int, _Computation | _Communication]] = [
+        *((work.start_ns, 1, work) for work in computations),
+        *((comm.issue_ns, 0, comm) for comm in communications),
+    ]
+    ops = IssuedOps()
+    for issue_ns, _, entry in sorted(entries, key=lambda item: item[:2]):
+        if isinstance(entry, _Communication):
+            ops.append(
+                name=entry.name,
+                kind=entry.comm.kind,
+                stream=_worker_label(entry, workers, labels),
+                start_ns=entry.start_ns,
+                dur_ns=entry.end_ns - entry.start_ns,
+                row=entry.row,
+                launch_ns=issue_ns,
+                launch_tid=entry.issuer,
+                nbytes=entry.comm.nbytes,
+                comm=entry.comm,
+            )
+        else:
+            ops.append(
+                name=entry.name,
+                kind=Kind.COMPUTE,
+                stream=labels[entry.thread],
+                start_ns=entry.start_ns,
+                dur_ns=entry.end_ns - entry.start_ns,
+                row=entry.row,
+                launch_ns=issue_ns,
+                launch_tid=entry.thread,
+            )
+    _link(ops, counts)
+    return ops
+
+
+def _worker_label(comm: _Communication, workers: list[int], labels: dict[int, str]) -> str:
+    if comm.thread in labels:
+        # gloo's p2p spans sit on the calling thread but run beside it.
+        return f"gloo {comm.comm.kind.value}"
+    return f"gloo worker {workers.index(comm.thread)}"
+
+
+def _outermost(file: KinetoFile) -> list[_Computation]:
+    """Operators that no other operator encloses.
+
+    `c10d::…` calls are left out: they hand over work, and block when they wait.
+    """
+    rows = (
+        file.events.filter(pl.col("cat").cast(pl.String) == "cpu_op")
+        .select("row", "tid", pl.col("name").cast(pl.String), "start_ns", "dur_ns")
+        .sort("tid", "start_ns", pl.col("dur_ns").neg(), maintain_order=True)
+    )
+    found: list[_Computation] = []
+    thread: int | None = None
+    reached = 0
+    for row, tid, name, start, duration in rows.iter_rows():
+        if tid != thread:
+            thread, reached = tid, -(2**63)
+        if start < reached:
+            continue
+        reached = start + duration
+        if not name.startswith("c10d::"):
+            found.append(_Computation(row, tid, name, start, reached))
+    return found
+
+
+def _communications(file: KinetoFile, counts: Counter[str]) -> list[_Communication]:
+    name = pl.col("name").cast(pl.String)
+    described = {row["row"]: row for row in file.comms.iter_rows(named=True)}
+    spans = (
+        file.events.filter(name.str.starts_with("gloo:"))
+        .select("row", "tid", name, "start_ns", "dur_ns", "rf_id")
+        .sort("start_ns", "row")
+    )
+    calls = _Calls(file)
+    found: list[_Communication] = []
+    for row, tid, text, start, duration, rf_id in spans.iter_rows():
+        call_row, issue_ns, issuer = calls.of(text, start, rf_id) or (None, start, tid)
+        if call_row is None:
+            counts["gloo-without-call"] += 1
+        comm = describe_gloo(text, described.get(row, {}), described.get(call_row or -1))
+        if comm is None:
+            counts["unknown-gloo-operation"] += 1
+            continue
+        found.append(
+            _Communication(row, text, comm, tid, start, start + duration, issue_ns, issuer)
+        )
+    return found
+
+
+class _Calls:
+    """The `c10d::…` call that issued a gloo operation.
+
+    Both carry consecutive record-function ids where those are recorded; otherwise the k-th
+    span of a kind belongs to the k-th call of that kind (gloo works in order).
+    """
+
+    def __init__(self, file: KinetoFile) -> None:
+        name = pl.col("name").cast(pl.String)
+        calls = (
+            file.events.filter(name.str.starts_with("c10d::"))
+            .select("row", name, "start_ns", "tid", "rf_id")
+            .sort("start_ns", "row")
+        )
+        self._by_id: dict[int, tuple[int, int, int]] = {}
+        self._queue: dict[Kind, list[tuple[int, int, int]]] = {}
+        for row, text, start, tid, rf_id in calls.iter_rows():
+            if rf_id:
+                self._by_id[rf_id] = (row, start, tid)
+            kind = collective_kind(text)
+            if kind is not None:
+                self._queue.setdefault(kind, []).append((row, start, tid))
+
+    def of(self, name: str, start_ns: int, rf_id: int | None) -> tuple[int, int, int] | None:
+        """(row, start, thread) of the call, or null."""
+        if rf_id and rf_id - 1 in self._by_id:
+            return self._by_id[rf_id - 1]
+        queue = self._queue.get(collective_kind(name) or Kind.OTHER_COMM, [])
+        if queue and queue[0][1] <= start_ns:
+            return queue.pop(0)
+        return None
+
+
+def _link(ops: IssuedOps, counts: Counter[str]) -> None:
+    """Program order of each thread, issue of communications, waits inferred from pauses."""
+    last: dict[str, int] = {}
+    last_of_thread: dict[int | None, int] = {}
+    for position, comm in enumerate(ops.comm):
+        stream = ops.stream[position]
+        if stream in last:
+            ops.deps[position].add(last[stream])
+        last[stream] = position
+        tid = ops.launch_tid[position]
+        if comm is None:
+            last_of_thread[tid] = position
+        elif tid in last_of_thread:
+            ops.deps[position].add(last_of_thread[tid])
+    _infer_waits(ops, counts)
+
+
+def _infer_waits(ops: IssuedOps, counts: Counter[str]) -> None:
+    ends = sorted((ops.end_ns(p), p) for p, comm in enumerate(ops.comm) if comm is not None)
+    issuers = {ops.launch_tid[p] for p, comm in enumerate(ops.comm) if comm is not None}
+    reached: dict[int | None, int] = {}
+    for position, comm in enumerate(ops.comm):
+        tid = ops.launch_tid[position]
+        if comm is not None or tid not in issuers:
+            continue
+        start = ops.start_ns[position]
+        paused_since = reached.get(tid)
+        reached[tid] = max(ops.end_ns(position), paused_since or 0)
+        if paused_since is None or start - paused_since < _PAUSE_NS:
+            continue
+        low = bisect_left(ends, (paused_since, -1))
+        high = bisect_right(ends, (start, 2**62))
+        for _, source in ends[low:high]:
+            if source < position:
+                ops.deps[position].add(source)
+                counts["edge-inferred-wait"] += 1

@@ -1,0 +1,137 @@
+"""Operations of one rank in issue order: the common form of GPU and CPU traces.
+
+`device` and `host` produce it, `edges` fills in the dependencies, `spans` turns it into
+nodes at the wanted grain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import polars as pl
+
+from prismtrace.converters.kineto.carried import CommOp
+from prismtrace.schema import Kind, Phase
+
+__all__ = ["IssuedOps", "expand_batches"]
+
+
+@dataclass
+class IssuedOps:
+    """Parallel lists, one entry an operation, in issue order.
+
+    A coalesced launch appears as several entries with one `batch` number and equal times.
+    """
+
+    name: list[str] = field(default_factory=list)
+    kind: list[Kind] = field(default_factory=list)
+    stream: list[str] = field(default_factory=list)
+    """Label of the stream, e.g. ``stream 7`` or ``thread 0``."""
+    start_ns: list[int] = field(default_factory=list)
+    dur_ns: list[int] = field(default_factory=list)
+    launch_ns: list[int | None] = field(default_factory=list)
+    launch_tid: list[int | None] = field(default_factory=list)
+    correlation: list[int | None] = field(default_factory=list)
+    nbytes: list[int | None] = field(default_factory=list)
+    comm: list[CommOp | None] = field(default_factory=list)
+    batch: list[int | None] = field(default_factory=list)
+    row: list[int] = field(default_factory=list)
+    """Row of the source event in `KinetoFile.events`."""
+    step: list[int | None] = field(default_factory=list)
+    phase: list[Phase | None] = field(default_factory=list)
+    deps: list[set[int]] = field(default_factory=list)
+    """Positions that must end before the operation starts, program order included."""
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    def end_ns(self, position: int) -> int:
+        """End of an operation."""
+        return self.start_ns[position] + self.dur_ns[position]
+
+    def append(
+        self,
+        *,
+        name: str,
+        kind: Kind,
+        stream: str,
+        start_ns: int,
+        dur_ns: int,
+        row: int,
+        launch_ns: int | None = None,
+        launch_tid: int | None = None,
+        correlation: int | None = None,
+        nbytes: int | None = None,
+        comm: CommOp | None = None,
+        batch: int | None = None,
+    ) -> None:
+        """Add an operation at the end; step, phase and deps are filled in later."""
+        self.name.append(name)
+        self.kind.append(kind)
+        self.stream.append(stream)
+        self.start_ns.append(start_ns)
+        self.dur_ns.append(dur_ns)
+        self.row.append(row)
+        self.launch_ns.append(launch_ns)
+        self.launch_tid.append(launch_tid)
+        self.correlation.append(correlation)
+        self.nbytes.append(nbytes)
+        self.comm.append(comm)
+        self.batch.append(batch)
+        self.step.append(None)
+        self.phase.append(None)
+        self.deps.append(set())
+
+
+def expand_batches(ops: pl.DataFrame, comms: Mapping[int, list[CommOp]]) -> IssuedOps:
+    """GPU operations as `IssuedOps`; a kernel that carries several operations becomes a batch.
+
+    Args:
+        ops: what `gpu_operations` returns.
+        comms: what `communications` returns.
+    """
+    issued = IssuedOps()
+    batches = 0
+    columns = [
+        "op",
+        "row",
+        "name",
+        "cat",
+        "stream",
+        "start_ns",
+        "dur_ns",
+        "correlation",
+        "bytes",
+        "launch_ns",
+        "launch_tid",
+    ]
+    for op, row, name, cat, stream, start, dur, correlation, nbytes, launch, tid in (
+        ops.select(columns).cast({"name": pl.String, "cat": pl.String}).iter_rows()
+    ):
+        carried = comms.get(op, [None])
+        batch = None
+        if len(carried) > 1:
+            batch = batches
+            batches += 1
+        for comm in carried:
+            copy = Kind.MEMCPY if cat == "gpu_memcpy" and _crosses_host(name) else Kind.COMPUTE
+            issued.append(
+                name=name,
+                kind=comm.kind if comm is not None else copy,
+                stream=f"stream {stream}",
+                start_ns=start,
+                dur_ns=dur,
+                row=row,
+                launch_ns=launch,
+                launch_tid=tid,
+                correlation=correlation,
+                nbytes=comm.nbytes if comm is not None else nbytes,
+                comm=comm,
+                batch=batch,
+            )
+    return issued
+
+
+def _crosses_host(name: str) -> bool:
+    return "DtoH" in name or "HtoD" in name

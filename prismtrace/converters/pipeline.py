@@ -1,0 +1,453 @@
+"""`convert`: profiler files of a job's ranks become one trace.
+
+Two passes. Each file is read once, alone, and leaves its nodes in a temporary Parquet file
+beside the output; what stays in memory is one short record per communication. Those are
+matched across ranks, then the temporary files are completed and streamed into the result.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from prismtrace import __version__
+from prismtrace.converters.groups import GroupBook, GroupKey, read_groups_file
+from prismtrace.converters.kineto.rank import RankOptions, RankTrace, convert_rank
+from prismtrace.converters.matching import Assignment, match
+from prismtrace.errors import InputFileError, OutputError, RankError, ValidationError
+from prismtrace.ranks import format_ranks
+from prismtrace.schema import ClockDomain, Kind, ProcessGroup, TraceHeader, TraceKind
+from prismtrace.trace import node_ids, write_nodes
+
+__all__ = ["ConvertReport", "convert"]
+
+PathLike = str | os.PathLike[str]
+
+_INFORMATIVE = ("events", "kept", "matched-", "edge-", "outside-steps")
+# Event kinds that conversion never uses; dropping them is no repair.
+_UNUSED = ("dropped-flow", "dropped-instant", "dropped-metadata", "dropped-trace-span")
+_UNUSED_PREFIX = ("dropped-python", "dropped-gpu-user", "dropped-overhead", "dropped-category")
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion did. Times in ns, sizes in bytes."""
+
+    output: Path
+    world_size: int
+    ranks: tuple[int, ...]
+    missing_ranks: tuple[int, ...]
+    nodes: int
+    events: int
+    groups: int
+    steps: tuple[int, ...]
+    matched: dict[str, int]
+    """How instances were found: by-comms-id, by-seq, by-order, p2p."""
+    edges: dict[str, int]
+    """Edges beside program order, by their source."""
+    repairs: dict[str, int]
+    """Everything that was repaired, dropped or assumed, and how many times."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as ``--json`` prints them."""
+        return {**asdict(self), "output": str(self.output)}
+
+
+def convert(
+    inputs: PathLike | Sequence[PathLike],
+    output: PathLike,
+    *,
+    ranks: Mapping[str, int] | None = None,
+    grain: str = "communication",
+    jobs: int = 1,
+    comm_kernels: Sequence[str] = (),
+    keep_args: Sequence[str] = (),
+    groups: PathLike | None = None,
+    step_from: str = "auto",
+    unmatched: str = "refuse",
+    recover: bool = False,
+    strict: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> ConvertReport:
+    """Convert PyTorch profiler traces, one file a rank, into one trace.
+
+    Args:
+        inputs: files, folders or glob patterns.
+        output: the Parquet file to write.
+        ranks: file name or path -> rank, for files that do not tell.
+        grain: ``communication`` (what a stream computes between communications is one span)
+            or ``kernel`` (a node for every kernel and copy).
+        jobs: files read at a time, each by a process of its own; 0 means one per core.
+        comm_kernels: rules ``REGEX=KIND`` for communication kernels that are not NCCL's.
+        keep_args: kernel arguments to keep as columns ``x_arg_…`` (kernel grain).
+        groups: JSON file of process groups (name -> ranks) for traces that name none.
+        step_from: see `prismtrace.converters.kineto.annotate.step_ranges`.
+        unmatched: ``refuse`` or ``keep`` communications that fit no group or no partner.
+        recover: use what can be read of truncated or damaged files.
+        strict: refuse when anything had to be repaired, dropped or assumed.
+        progress: called with the number of input bytes done since the last call.
+
+    Returns:
+        A report; the trace is at `output`.
+
+    Raises:
+        TraceError: an input cannot be used, or ranks do not fit together.
+        OutputError: the result cannot be written.
+    """
+    paths = expand_inputs(inputs)
+    given = _given_ranks(paths, ranks or {})
+    target = Path(output)
+    options = RankOptions(grain, step_from, tuple(comm_kernels), tuple(keep_args), recover)
+    if grain not in ("communication", "kernel"):
+        raise ValueError(f"grain is 'communication' or 'kernel', not {grain!r}")
+    if unmatched not in ("refuse", "keep"):
+        raise ValueError(f"unmatched is 'refuse' or 'keep', not {unmatched!r}")
+    named = read_groups_file(Path(groups)) if groups is not None else {}
+    with _workspace(target) as folder:
+        traces = sorted(
+            _read_all(paths, given, folder, options, jobs, progress), key=lambda t: t.rank
+        )
+        world_size = _world_size(traces, named.values())
+        counts: Counter[str] = Counter()
+        for trace in traces:
+            counts.update(trace.counts)
+        book = GroupBook.build(
+            world_size, {trace.rank: trace.groups for trace in traces}, named, counts
+        )
+        assignments, used = match(
+            [trace.comms for trace in traces], book, keep_unmatched=unmatched == "keep"
+        )
+        repairs = _repairs(counts)
+        if strict and repairs:
+            raise ValidationError(
+                "--strict: the input needed repairs or assumptions: "
+                + ", ".join(f"{name} {number}" for name, number in repairs.items()),
+                hint="leave out --strict to accept them; they are counted in the trace's header",
+            )
+        table, ids = book.table(used | _fallback(assignments, world_size))
+        header = _header(traces, world_size, table, counts, repairs)
+        streams = {label: number for number, label in header.streams.items()}
+        for trace in traces:
+            _complete(trace, assignments[trace.rank], ids, streams, world_size)
+        parts = [pl.scan_parquet(trace.nodes, glob=False) for trace in traces]
+        write_nodes(header, pl.concat(parts, how="diagonal"), target)
+    return _report(target, header, traces, counts, repairs)
+
+
+# --- inputs -------------------------------------------------------------------------------
+
+
+def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
+    """Files, folders (their ``.json``/``.json.gz`` files) and glob patterns as a list of files.
+
+    Raises:
+        InputFileError: a path does not exist or a folder holds no trace.
+    """
+    given = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
+    paths: list[Path] = []
+    for item in given:
+        path = Path(item)
+        if path.is_dir():
+            found = sorted(p for p in path.iterdir() if p.name.endswith((".json", ".json.gz")))
+            if not found:
+                raise InputFileError(
+                    "the folder holds no trace (.json or .json.gz)", where=str(path)
+                )
+        elif path.exists() or not glob.has_magic(str(item)):
+            found = [path]
+        else:
+            found = sorted(Path(name) for name in glob.glob(str(item), recursive=True))
+            if not found:
+                raise InputFileError("no file matches the pattern", where=str(item))
+        paths.extend(found)
+    if not paths:
+        raise InputFileError("no input file was given")
+    for path in paths:
+        if not path.is_file():
+            raise InputFileError("no such file", where=str(path))
+    seen: set[Path] = set()
+    for path in paths:
+        if path.resolve() in seen:
+            raise RankError("the file is given twice", where=str(path))
+        seen.add(path.resolve())
+    return paths
+
+
+def _given_ranks(paths: Sequence[Path], ranks: Mapping[str, int]) -> dict[Path, int]:
+    given: dict[Path, int] = {}
+    for key, rank in ranks.items():
+        fitting = [path for path in paths if key in (path.name, str(path))]
+        if len(fitting) != 1:
+            raise RankError(
+                f"--rank {key}={rank} names {'no' if not fitting else 'more than one'} input file",
+                hint=f"inputs: {', '.join(path.name for path in paths[:8])}",
+            )
+        given[fitting[0]] = rank
+    return given
+
+
+class _workspace(tempfile.TemporaryDirectory[str]):  # noqa: N801 - used as a function
+    """A temporary folder beside the output, on the same disk, removed in the end."""
+
+    def __init__(self, target: Path) -> None:
+        try:
+            super().__init__(prefix=f".{target.name}.", suffix=".parts", dir=target.parent)
+        except OSError as error:
+            raise OutputError(
+                f"cannot write the result: {error.strerror}",
+                where=str(target),
+                hint="name a file in an existing folder that you may write to",
+            ) from error
+
+
+# --- first pass ---------------------------------------------------------------------------
+
+
+def _read_all(
+    paths: Sequence[Path],
+    given: Mapping[Path, int],
+    folder: str,
+    options: RankOptions,
+    jobs: int,
+    progress: Callable[[int], None] | None,
+) -> Iterator[RankTrace]:
+    tasks = [
+        (path, Path(folder) / f"{number}.parquet", options, given.get(path))
+        for number, path in enumerate(paths)
+    ]
+    jobs = min(jobs or os.cpu_count() or 1, len(tasks))
+    done = progress or (lambda _: None)
+    seen: dict[int, Path] = {}
+    for trace in _run(tasks, jobs):
+        if trace.rank in seen:
+            raise RankError(
+                f"rank {trace.rank} is in two files",
+                where=f"{seen[trace.rank]} and {trace.path}",
+                hint="give one file per rank, or set ranks with --rank FILE=N",
+            )
+        seen[trace.rank] = trace.path
+        done(trace.path.stat().st_size)
+        yield trace
+
+
+Task = tuple[Path, Path, RankOptions, int | None]
+
+
+def _run(tasks: Sequence[Task], jobs: int) -> Iterator[RankTrace]:
+    if jobs == 1:
+        for task in tasks:
+            yield convert_rank(*task)
+        return
+    # Polars' threads do not survive a fork.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        pending: set[Future[RankTrace]] = {pool.submit(convert_rank, *task) for task in tasks}
+        try:
+            for future in as_completed(pending):
+                yield future.result()
+        except BrokenProcessPool as error:
+            raise InputFileError(
+                "a worker process died, probably for lack of memory",
+                hint="use fewer --jobs",
+            ) from error
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _world_size(traces: Sequence[RankTrace], groups: Iterable[Sequence[int]]) -> int:
+    """Ranks of the job: as the files say, at least as many as any rank or group needs.
+
+    Raises:
+        RankError: files disagree, or a rank is outside the world.
+    """
+    said = {trace.world_size: trace.path for trace in traces if trace.world_size}
+    if len(said) > 1:
+        text = ", ".join(f"{size} in {path.name}" for size, path in sorted(said.items()))
+        raise RankError(
+            f"files disagree about the world size: {text}",
+            hint="convert the files of one job only",
+        )
+    highest = max(trace.rank for trace in traces)
+    if said:
+        (size,) = said
+        if highest >= size:
+            worst = next(trace for trace in traces if trace.rank == highest)
+            raise RankError(
+                f"rank {highest} is outside the world of {size} ranks", where=str(worst.path)
+            )
+        return size
+    listed = [max(group.ranks) for trace in traces for group in trace.groups if group.ranks]
+    return max([highest, *listed, *(max(ranks) for ranks in groups if ranks)]) + 1
+
+
+# --- second pass --------------------------------------------------------------------------
+
+
+def _fallback(assignments: Mapping[int, Assignment], world_size: int) -> set[GroupKey]:
+    """The world group, when communications without a group are kept."""
+    lonely = any(None in assignment.group for assignment in assignments.values())
+    return {_world_key(world_size)} if lonely else set()
+
+
+def _world_key(world_size: int) -> GroupKey:
+    return GroupKey(tuple(range(world_size)), "world")
+
+
+def _complete(
+    trace: RankTrace,
+    assignment: Assignment,
+    ids: Mapping[GroupKey, int],
+    streams: Mapping[str, int],
+    world_size: int,
+) -> None:
+    """Add id, rank, group, seq and partner to one rank's nodes, in place."""
+    lost = [
+        comm.kind.is_p2p and peer is None
+        for comm, peer in zip(trace.comms.comm, assignment.peer, strict=True)
+    ]
+    matched = pl.DataFrame(
+        {
+            "index": pl.Series(trace.comms.index, dtype=pl.Int32),
+            "group": [
+                ids[key if key is not None else _world_key(world_size)] for key in assignment.group
+            ],
+            "seq": assignment.seq,
+            "peer": assignment.peer,
+            "nbytes": assignment.nbytes,
+            "lost": lost,
+        },
+        schema_overrides={
+            "group": pl.Int32,
+            "seq": pl.Int64,
+            "peer": pl.Int32,
+            "nbytes": pl.Int64,
+            "lost": pl.Boolean,
+        },
+    )
+    nodes = pl.read_parquet(trace.nodes, glob=False).join(
+        matched, on="index", how="left", maintain_order="left"
+    )
+    rank = pl.lit(trace.rank, dtype=pl.Int32)
+    nodes.with_columns(
+        id=node_ids(rank, pl.col("index")),
+        rank=rank,
+        real=pl.lit(value=True),
+        stream=pl.col("stream").replace_strict(dict(streams), return_dtype=pl.Int16),
+        bytes=pl.coalesce("nbytes", "bytes"),
+        kind=pl.when(pl.col("lost").fill_null(value=False))
+        .then(pl.lit(Kind.OTHER_COMM.value))
+        .otherwise(pl.col("kind")),
+    ).drop("nbytes", "lost").write_parquet(trace.nodes, compression="lz4")
+
+
+def _header(
+    traces: Sequence[RankTrace],
+    world_size: int,
+    groups: tuple[ProcessGroup, ...],
+    counts: Counter[str],
+    repairs: dict[str, int],
+) -> TraceHeader:
+    labels = sorted({label for trace in traces for label in trace.streams}, key=_natural)
+    informative = {
+        name: number for name, number in sorted(counts.items()) if name not in repairs and number
+    }
+    return TraceHeader(
+        kind=TraceKind.RECORDED,
+        world_size=world_size,
+        ranks=tuple(trace.rank for trace in traces),
+        groups=groups,
+        streams=dict(enumerate(labels)),
+        clock=_clock_domains(traces),
+        steps=tuple(sorted({step for trace in traces for step in trace.steps})),
+        created_by=f"prismtrace convert {__version__}",
+        sources=tuple(trace.path.name for trace in traces),
+        policies=repairs,
+        extra={"convert": informative},
+    )
+
+
+def _natural(label: str) -> tuple[str, int]:
+    text, _, number = label.rpartition(" ")
+    return (text, int(number)) if number.lstrip("-").isdigit() else (label, 0)
+
+
+def _clock_domains(traces: Sequence[RankTrace]) -> tuple[ClockDomain, ...]:
+    """Ranks of one host share its clock; a file without a host name stands for itself."""
+    members: dict[tuple[str, int | str], list[int]] = {}
+    for trace in traces:
+        key: tuple[str, int | str] = ("host", trace.host) if trace.host else ("rank", trace.rank)
+        members.setdefault(key, []).append(trace.rank)
+    return tuple(
+        ClockDomain(
+            id=number,
+            ranks=tuple(ranks),
+            host=str(name) if kind == "host" else None,
+            source="kineto",
+        )
+        for number, ((kind, name), ranks) in enumerate(members.items())
+    )
+
+
+def _repairs(counts: Counter[str]) -> dict[str, int]:
+    return {
+        name: number
+        for name, number in sorted(counts.items())
+        if number and not name.startswith((*_INFORMATIVE, *_UNUSED_PREFIX)) and name not in _UNUSED
+    }
+
+
+def _report(
+    target: Path,
+    header: TraceHeader,
+    traces: Sequence[RankTrace],
+    counts: Counter[str],
+    repairs: dict[str, int],
+) -> ConvertReport:
+    present = set(header.ranks)
+
+    def strip(prefix: str) -> dict[str, int]:
+        return {
+            name.removeprefix(prefix): number
+            for name, number in sorted(counts.items())
+            if name.startswith(prefix) and number
+        }
+
+    return ConvertReport(
+        output=target,
+        world_size=header.world_size,
+        ranks=header.ranks,
+        missing_ranks=tuple(rank for rank in range(header.world_size) if rank not in present),
+        nodes=sum(trace.rows for trace in traces),
+        events=counts["events"],
+        groups=len(header.groups),
+        steps=header.steps,
+        matched=strip("matched-"),
+        edges=strip("edge-"),
+        repairs=repairs,
+    )
+
+
+def describe(report: ConvertReport) -> list[str]:
+    """The report as lines for a person."""
+    lines = [
+        f"{len(report.ranks)} of {report.world_size} ranks",
+        f"{report.nodes} nodes from {report.events} events, {report.groups} process groups",
+        f"steps: {format_ranks(report.steps)}",
+        "matched "
+        + (", ".join(f"{number} {name}" for name, number in report.matched.items()) or "nothing"),
+    ]
+    if report.missing_ranks:
+        lines.append(f"missing ranks: {format_ranks(report.missing_ranks)}")
+    lines += [f"{name}: {number}" for name, number in report.repairs.items()]
+    return lines
