@@ -152,7 +152,7 @@ class GroupBook:
         ]
         if not candidates and comm.group_size in (None, self.world_size):
             # Nothing in the file says otherwise: one group that spans the job.
-            self.counts["assumed-world-group"] += 1
+            self.counts["assumed-world-group"] += comm.group_size is None
             candidates = [GroupKey(tuple(range(self.world_size)), "world")]
         sets = sorted({key.ranks for key in candidates})
         if len(sets) != 1:

@@ -12,10 +12,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from prismtrace import __version__
 from prismtrace.converters.groups import GroupBook, GroupKey, read_groups_file
 from prismtrace.converters.kineto.rank import RankOptions, RankTrace, convert_rank
 from prismtrace.converters.matching import Assignment, match
+from prismtrace.converters.workers import run_tasks
 from prismtrace.errors import InputFileError, OutputError, RankError, ValidationError
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import ClockDomain, Kind, ProcessGroup, TraceHeader, TraceKind
@@ -229,7 +227,7 @@ def _read_all(
     jobs = min(jobs or os.cpu_count() or 1, len(tasks))
     done = progress or (lambda _: None)
     seen: dict[int, Path] = {}
-    for trace in _run(tasks, jobs):
+    for trace in run_tasks(convert_rank, tasks, jobs):
         if trace.rank in seen:
             raise RankError(
                 f"rank {trace.rank} is in two files",
@@ -239,30 +237,6 @@ def _read_all(
         seen[trace.rank] = trace.path
         done(trace.path.stat().st_size)
         yield trace
-
-
-Task = tuple[Path, Path, RankOptions, int | None]
-
-
-def _run(tasks: Sequence[Task], jobs: int) -> Iterator[RankTrace]:
-    if jobs == 1:
-        for task in tasks:
-            yield convert_rank(*task)
-        return
-    # Polars' threads do not survive a fork.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        pending: set[Future[RankTrace]] = {pool.submit(convert_rank, *task) for task in tasks}
-        try:
-            for future in as_completed(pending):
-                yield future.result()
-        except BrokenProcessPool as error:
-            raise InputFileError(
-                "a worker process died, probably for lack of memory",
-                hint="use fewer --jobs",
-            ) from error
-        finally:
-            for future in pending:
-                future.cancel()
 
 
 def _world_size(traces: Sequence[RankTrace], groups: Iterable[Sequence[int]]) -> int:

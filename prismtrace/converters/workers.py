@@ -1,0 +1,122 @@
+"""Run a function over many tasks in separate processes.
+
+`multiprocessing` re-imports the caller's script in each worker unless it forks, and Polars'
+threads do not survive a fork; a script without a ``__main__`` guard would start itself again.
+Here a worker is a fresh interpreter that runs this module and nothing of the caller.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from prismtrace.errors import InputFileError
+
+__all__ = ["run_tasks"]
+
+Result = TypeVar("Result")
+
+
+class _Worker:
+    """One interpreter that answers pickled tasks, one at a time."""
+
+    def __init__(self) -> None:
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            "from prismtrace.converters.workers import serve; serve()"
+        )
+        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def call(self, function: Callable[..., Result], arguments: Sequence[Any]) -> Result:
+        source, sink = self._process.stdout, self._process.stdin
+        try:
+            if source is None or sink is None:
+                raise EOFError
+            pickle.dump((function, arguments), sink)
+            sink.flush()
+            succeeded, value = pickle.load(source)  # noqa: S301 - our own child wrote it
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise InputFileError(
+                "a worker process died, probably for lack of memory",
+                where=str(arguments[0]),
+                hint="use fewer --jobs",
+            ) from error
+        if not succeeded:
+            raise value
+        result: Result = value
+        return result
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def run_tasks(
+    function: Callable[..., Result], tasks: Sequence[Sequence[Any]], jobs: int
+) -> Iterator[Result]:
+    """Results of ``function(*task)`` as they are ready.
+
+    Args:
+        function: importable by name.
+        tasks: argument lists; the first argument names the task in errors.
+        jobs: processes at a time; 1 runs in this process.
+
+    Raises:
+        InputFileError: a worker died.
+        Exception: what `function` raised, for the first task that fails.
+    """
+    if jobs <= 1:
+        for task in tasks:
+            yield function(*task)
+        return
+    workers = [_Worker() for _ in range(jobs)]
+    idle: SimpleQueue[_Worker] = SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
+
+    def run(task: Sequence[Any]) -> Result:
+        worker = idle.get()
+        try:
+            return worker.call(function, task)
+        finally:
+            idle.put(worker)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(run, task) for task in tasks]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+            for worker in workers:
+                worker.stop()
+
+
+def serve() -> None:
+    """Answer tasks from standard input until it closes."""
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr  # nothing that is printed may mix with the answers
+    while True:
+        try:
+            function, arguments = pickle.load(source)  # noqa: S301 - our own parent wrote it
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            answer = (True, function(*arguments))
+        except KeyboardInterrupt:
+            return
+        except Exception as error:  # noqa: BLE001 - handed to the caller
+            answer = (False, error)
+        pickle.dump(answer, sink)
+        sink.flush()
