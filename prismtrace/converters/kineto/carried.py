@@ -143,8 +143,10 @@ def _elements(kind: Kind, row: Row) -> int | None:
 def _shape_elements(row: Row) -> int | None:
     """Elements of the first tensor (list) in "Input Dims"."""
     dims = _json(row.get("input_dims"))
-    if not dims or not dims[0]:
+    if not dims or (not dims[0] and _typed(row) is None):
         return None
+    if not dims[0]:
+        return 1  # a tensor without dimensions
     first = dims[0]
     shapes = first if isinstance(first[0], list) else [first]
     return sum(int(math.prod(shape)) for shape in shapes)

@@ -188,17 +188,13 @@ def kernel_reduce_op(name: str) -> ReduceOp | None:
     return _KERNEL_OPS.get(match["op"] or match["old_op"] or "") if match else None
 
 
-_TEMPLATE = re.compile(r"^(?:void\s+)?((?:\w+::)*(?:<unnamed>::)?[\w~]+)")
-
-
 @cache
 def short_name(name: str) -> str:
     """A kernel's name without return type, template arguments and parameters."""
     if name.startswith(("Memcpy", "Memset")):
         return name
-    cleaned = name.replace("(anonymous namespace)", "<unnamed>")
-    match = _TEMPLATE.match(cleaned)
-    return match[1] if match else name
+    cleaned = name.replace("(anonymous namespace)", "{anonymous}").removeprefix("void ")
+    return re.split(r"[<(]", cleaned, maxsplit=1)[0] or name
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def convert_rank(
         groups=tuple(
             NamedGroup(group.name, group.desc, group.ranks or ()) for group in file.metadata.groups
         ),
-        comms=_compact(rank, carried, nodes),
+        comms=_compact(rank, file.metadata.host_name, carried, nodes),
         streams=tuple(nodes.get_column("stream").unique(maintain_order=True)),
         steps=tuple(nodes.get_column("step").drop_nulls().unique().sort()),
         nodes=nodes_path,
@@ -151,7 +151,9 @@ def _operations(file: KinetoFile, options: RankOptions, counts: Counter[str]) ->
     return host_operations(file, counts)
 
 
-def _compact(rank: int, carried: list[tuple[int, CommOp]], nodes: pl.DataFrame) -> RankComms:
+def _compact(
+    rank: int, host: str | None, carried: list[tuple[int, CommOp]], nodes: pl.DataFrame
+) -> RankComms:
     """Communications with equal descriptions shared: matching holds those of all ranks."""
     shared: dict[CommOp, CommOp] = {}
     index = np.array([position for position, _ in carried], dtype=np.int64)
@@ -165,4 +167,6 @@ def _compact(rank: int, carried: list[tuple[int, CommOp]], nodes: pl.DataFrame) 
         end_ns=start + nodes.get_column("dur_ns").to_numpy()[index],
         seq=[comm.seq for _, comm in carried],
         comms_id=[comm.comms_id for _, comm in carried],
+        step=nodes.get_column("step").gather(index).to_list(),
+        host=host,
     )

@@ -1,0 +1,193 @@
+"""Lay two ranks' sequences of operations on each other.
+
+Recordings of different ranks may begin and end at different operations, so the k-th of one
+rank may be the (k+d)-th of another. Two things tell the shift d. Operations that are laid on
+each other must look alike: same kind, dtype, size and step number, where known. And they must
+be able to have happened together: no member of a collective ends before another one starts,
+on a common clock. Ranks of one host have one; between others any offset is allowed, as long
+as one offset fits all operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prismtrace.converters.kineto.carried import CommOp
+from prismtrace.schema import DType, Kind
+
+__all__ = ["OpSequence", "Overlay", "agree", "best_overlay", "make_sequence", "violations"]
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+_MAX_SHIFT = 64
+# Timestamps of different devices of one host agree to tens of µs.
+_TOLERANCE_NS = 100_000
+_KIND_CODE = {kind: code for code, kind in enumerate(Kind)}
+_DTYPE_CODE = {dtype: code for code, dtype in enumerate(DType)}
+_OTHER = _KIND_CODE[Kind.OTHER_COMM]
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class OpSequence:
+    """Operations of one rank in one group (or from one rank to another), in issue order.
+
+    Arrays of length n: `kind`, `dtype` and `step` as codes, `nbytes`; −1 is unknown.
+    """
+
+    rank: int
+    host: str | None
+    positions: Ints
+    """Where the operations are among all communications of the rank."""
+    kind: Ints
+    dtype: Ints
+    nbytes: Ints
+    step: Ints
+    start: Ints
+    end: Ints
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def describe(self, k: int) -> str:
+        """The k-th operation for an error message."""
+        size = self.nbytes[k]
+        step = self.step[k]
+        return (
+            f"{list(Kind)[self.kind[k]]}"
+            + (f" of {size} bytes" if size != _UNKNOWN else "")
+            + (f" in step {step}" if step != _UNKNOWN else "")
+        )
+
+
+def make_sequence(
+    rank: int,
+    host: str | None,
+    positions: Sequence[int],
+    comm: Sequence[CommOp],
+    nbytes: Sequence[int | None],
+    step: Sequence[int | None],
+    start: Ints,
+    end: Ints,
+) -> OpSequence:
+    """Gather the operations at `positions`; the other arguments cover all of the rank."""
+    chosen = [comm[position] for position in positions]
+    # Sizes of all_to_all differ between ranks by nature.
+    sizes = [
+        None if op.kind is Kind.ALL_TO_ALL else nbytes[position]
+        for op, position in zip(chosen, positions, strict=True)
+    ]
+    index = np.array(positions, dtype=np.int64)
+    return OpSequence(
+        rank=rank,
+        host=host,
+        positions=index,
+        kind=_codes([_KIND_CODE[op.kind] for op in chosen]),
+        dtype=_codes([None if op.dtype is None else _DTYPE_CODE[op.dtype] for op in chosen]),
+        nbytes=_codes(sizes),
+        step=_codes([step[position] for position in positions]),
+        start=start[index],
+        end=end[index],
+    )
+
+
+def _codes(values: Sequence[int | None]) -> Ints:
+    return np.array([_UNKNOWN if value is None else value for value in values], dtype=np.int64)
+
+
+def agree(a: OpSequence, b: OpSequence, at: Ints | slice, bt: Ints | slice, *, p2p: bool) -> Bools:
+    """Where operations of two sequences look alike; what is unknown agrees with anything."""
+
+    def same(x: Ints, y: Ints, unknown: int) -> Bools:
+        result: Bools = (x == y) | (x == unknown) | (y == unknown)
+        return result
+
+    result = (
+        same(a.dtype[at], b.dtype[bt], _UNKNOWN)
+        & same(a.nbytes[at], b.nbytes[bt], _UNKNOWN)
+        & same(a.step[at], b.step[bt], _UNKNOWN)
+    )
+    if not p2p:
+        result &= same(a.kind[at], b.kind[bt], _OTHER)
+    return result
+
+
+def violations(a: OpSequence, b: OpSequence, at: Ints | slice, bt: Ints | slice) -> int:
+    """How many pairs of operations cannot have happened together, whatever the clocks say.
+
+    A pair bounds the offset of b's clock from both sides: neither may start after the other
+    has ended. The offset that fits most pairs is taken (zero on one host); the rest count.
+    """
+    low = a.start[at] - b.end[bt] - _TOLERANCE_NS
+    high = a.end[at] - b.start[bt] + _TOLERANCE_NS
+    if a.host is not None and a.host == b.host:
+        fitting = int(((low <= 0) & (high >= 0)).sum())
+    else:
+        low, high = np.sort(low), np.sort(high)
+        opened = np.arange(1, len(low) + 1)
+        closed = np.searchsorted(high, low, side="left")
+        fitting = int((opened - closed).max(initial=0))
+    return len(low) - fitting
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """Two sequences on each other: b[k] lies on a[k + shift]."""
+
+    shift: int
+    overlap: int
+    agreeing: int
+    violations: int
+
+    def slices(self, a: OpSequence, b: OpSequence) -> tuple[slice, slice]:
+        """The parts of a and b that lie on each other."""
+        return _overlap(len(a), len(b), self.shift)
+
+
+def _overlap(a: int, b: int, shift: int) -> tuple[slice, slice]:
+    first = max(0, shift)
+    last = max(first, min(a, b + shift))
+    return slice(first, last), slice(first - shift, last - shift)
+
+
+def best_overlay(a: OpSequence, b: OpSequence, *, p2p: bool = False) -> Overlay:
+    """The overlay on which most operations look alike and could have happened together.
+
+    Equally good ones are told apart by how constant the difference between ends is, then by
+    the smallest shift. Sends may end before their recv starts (the backend buffers), so p2p
+    goes by looks alone.
+    """
+    reach = min(max(len(a), len(b)), _MAX_SHIFT + abs(len(a) - len(b)))
+    tried: list[tuple[float, ...]] = []
+    overlays: list[Overlay] = []
+    for shift in sorted(range(-reach, reach + 1), key=lambda d: (abs(d), d)):
+        at, bt = _overlap(len(a), len(b), shift)
+        size = at.stop - at.start
+        if size == 0:
+            continue
+        agreeing = int(agree(a, b, at, bt, p2p=p2p).sum())
+        wrong = 0 if p2p else violations(a, b, at, bt)
+        overlays.append(Overlay(shift, size, agreeing, wrong))
+        tried.append(
+            (
+                # Operations that fail in either way, or are left without a partner.
+                size - agreeing + wrong + (max(len(a), len(b)) - size),
+                size - agreeing,
+                _spread(a, b, at, bt) if size > 3 else 0.0,
+            )
+        )
+        if shift == 0 and len(a) == len(b) and agreeing == size and not wrong:
+            return overlays[-1]
+    if not overlays:
+        return Overlay(0, 0, 0, 0)
+    return overlays[min(range(len(tried)), key=lambda i: tried[i])]
+
+
+def _spread(a: OpSequence, b: OpSequence, at: slice, bt: slice) -> float:
+    difference = a.end[at] - b.end[bt]
+    return float(np.median(np.abs(difference - np.median(difference))))
