@@ -4,11 +4,11 @@
 
 A directed graph without parallel edges. Nodes are called by their id and carry the columns of
 their row that are not null. Edges have `kind` and `lag_ns`. A sync instance is shown as in
-`Trace.edges`: a star of edges from the member with the lowest id to the others. All members
-of an instance wait for each other, so a star says less than the instance does; yet it keeps
-the graph acyclic exactly when the trace is (edges within an instance start at one member, so
-a cycle would have to leave the instance and come back to it, as it would in the trace), and
-topological order, reachability and drawing work. For times over the graph use prismcalib.
+`Trace.edges`: a star of edges from the member with the lowest id to the others. The graph of
+a trace without cycles has none either (a cycle through a star would have to leave the
+instance and come back to it), so topological order, reachability and drawing work. A star
+says less than its instance, though: members wait for each other in both directions. For
+cycles across ranks and for times, contract the sync edges or use prismcalib.
 """
 
 from __future__ import annotations
