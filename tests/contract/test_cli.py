@@ -41,7 +41,8 @@ def _all_commands() -> list[tuple[str, Any]]:
 def _spelling(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         return parameter.name.upper() + ("..." if parameter.nargs == -1 else "")
-    return ", ".join([*parameter.opts, *parameter.secondary_opts])
+    flags = ", ".join([*parameter.opts, *parameter.secondary_opts])
+    return f"{flags} {parameter.metavar}" if parameter.metavar else flags
 
 
 def _traits(parameter: Any) -> str:
