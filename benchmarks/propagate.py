@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prismcalib.graph import Graph
-from prismcalib.propagation import Engine, Timing, critical_path, propagate, slack
+from prismcalib.propagation import Engine, Timing, critical_rows, propagate, slack
 
 
 @dataclass
@@ -180,7 +180,7 @@ def main() -> None:
         "first call, s": first_call_ns / 1e9,
         "array, ns/row": per_row(lambda: propagate(graph, "array")),
         "array slack, ns/row": per_row(lambda: slack(graph, timing, "array")),
-        "critical path, ns/row": per_row(lambda: critical_path(graph, timing)),
+        "critical path, ns/row": per_row(lambda: critical_rows(graph, timing)),
         "checks of Graph, ns/row": per_row(graph.validate),
     }
     tracemalloc.start()

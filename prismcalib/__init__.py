@@ -1,1 +1,79 @@
-"""Graph and time: from recorded slices to one true timeline."""
+"""Graph and time: from recorded ranks to one true timeline, and what it says.
+
+    import prismcalib
+
+    result = prismcalib.merge("run.parquet")
+    result.report.propagated_ns
+    prismcalib.critical_path(result.trace).shares("kind")
+
+Names are loaded on first use, so that importing this package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prismcalib.build import graph_from_trace
+    from prismcalib.errors import (
+        CalibError,
+        ClockError,
+        CoverageError,
+        CycleError,
+        MergeInputError,
+        MissingMemberError,
+    )
+    from prismcalib.graph import Graph
+    from prismcalib.merging import MergeReport, MergeResult, merge
+    from prismcalib.nxgraph import to_networkx
+    from prismcalib.paths import CriticalPath, critical_path
+    from prismcalib.prediction import Prediction, predict
+    from prismcalib.propagation import Timing, critical_rows, propagate, slack
+
+__all__ = [
+    "CalibError",
+    "ClockError",
+    "CoverageError",
+    "CriticalPath",
+    "CycleError",
+    "Graph",
+    "MergeInputError",
+    "MergeReport",
+    "MergeResult",
+    "MissingMemberError",
+    "Prediction",
+    "Timing",
+    "critical_path",
+    "critical_rows",
+    "graph_from_trace",
+    "merge",
+    "predict",
+    "propagate",
+    "slack",
+    "to_networkx",
+]
+
+_HOMES = {
+    "build": ("graph_from_trace",),
+    "graph": ("Graph",),
+    "merging": ("MergeReport", "MergeResult", "merge"),
+    "nxgraph": ("to_networkx",),
+    "paths": ("CriticalPath", "critical_path"),
+    "prediction": ("Prediction", "predict"),
+    "propagation": ("Timing", "critical_rows", "propagate", "slack"),
+}
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'prismcalib' has no attribute {name!r}")
+    module = import_module(f"prismcalib.{_MODULE_OF.get(name, 'errors')}")
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

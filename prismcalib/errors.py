@@ -72,9 +72,23 @@ class MissingMemberError(CalibError):
 
 
 class ClockError(CalibError):
-    """The clocks of one execution leave a larger residual than allowed."""
+    """The clocks of one execution leave a larger residual than allowed.
+
+    `domains` are the numbers of clocks that nothing connects with the others.
+    """
 
     code = "clock-residual"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: str | None = None,
+        hint: str | None = None,
+        domains: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message, where=where, hint=hint)
+        self.domains = domains
 
 
 class CoverageError(CalibError):

@@ -27,7 +27,15 @@ from prismcalib.stall import cycle_error, missing_member_error
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["Engine", "Timing", "critical_path", "pick_engine", "propagate", "slack"]
+__all__ = [
+    "Engine",
+    "Timing",
+    "critical_rows",
+    "critical_steps",
+    "pick_engine",
+    "propagate",
+    "slack",
+]
 
 Engine = Literal["auto", "networkx", "python", "array"]
 
@@ -111,7 +119,7 @@ def slack(graph: Graph, timing: Timing, engine: Engine = "auto") -> Int64Array:
     return backward(graph, timing.order, timing.start_ns, timing.end_ns)
 
 
-def critical_path(graph: Graph, timing: Timing) -> list[int]:
+def critical_rows(graph: Graph, timing: Timing) -> list[int]:
     """Rows of one longest path through all ranks, first to last; all have slack 0.
 
     The path ends at the lowest of the rows that end last.  From a sync member that waited it
@@ -120,21 +128,32 @@ def critical_path(graph: Graph, timing: Timing) -> list[int]:
     The time from the start of one row of the path to the start of the next is what the path
     spends there, transfers included.
     """
+    return [row for row, _ in critical_steps(graph, timing)]
+
+
+def critical_steps(graph: Graph, timing: Timing) -> list[tuple[int, int]]:
+    """The path of `critical_rows` as pairs (row reached, row left by).
+
+    The two differ where the path changes ranks inside a sync instance: it reaches the instance
+    at the last member to arrive and leaves it at the member whose end mattered.  Of a
+    timing only start, end and duration are used.
+    """
     if not graph.rows:
         return []
     start, end = timing.start_ns, timing.end_ns
     last_arrival = _last_arrivals(graph, timing)
     row = int(end.argmax())
-    path: list[int] = []
+    steps: list[tuple[int, int]] = []
     while True:
+        left_by = row
         if graph.instance[row] >= 0 and start[row] + graph.duration_ns[row] < end[row]:
             row = int(last_arrival[graph.instance[row]])
-        path.append(row)
+        steps.append((row, left_by))
         deps = graph.deps(row)
         in_time = deps[end[deps] + graph.lags(row) == start[row]]
         if not len(in_time):
-            path.reverse()
-            return path
+            steps.reverse()
+            return steps
         row = int(in_time.min())
 
 

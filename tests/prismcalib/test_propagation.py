@@ -8,7 +8,7 @@ import pytest
 from prismcalib import array_engine
 from prismcalib.errors import CalibError, CycleError, MissingMemberError
 from prismcalib.graph import Graph
-from prismcalib.propagation import critical_path, pick_engine, propagate, slack
+from prismcalib.propagation import critical_rows, pick_engine, propagate, slack
 
 ENGINES = ["networkx", "python", "array"]
 engines = pytest.mark.parametrize("engine", ENGINES)
@@ -34,7 +34,7 @@ def test_members_wait_for_the_last_and_transfer_for_their_own_time(engine):
     assert timing.ready_ns.tolist() == [0, 30, 34, 0, 30, 36]
     assert timing.makespan_ns == 41
     assert slack(graph, timing, engine).tolist() == [20, 20, 2, 0, 0, 0]
-    assert critical_path(graph, timing) == [3, 4, 5]
+    assert critical_rows(graph, timing) == [3, 4, 5]
 
 
 @engines
@@ -44,7 +44,7 @@ def test_the_path_hops_to_the_rank_that_arrived_last(engine):
         [10, 4, 50, 30, 6, 5], [[], [0], [1], [], [3], [4]], instances=[-1, 0, -1, -1, 0, -1]
     )
     timing = propagate(graph, engine)
-    assert critical_path(graph, timing) == [3, 4, 2]
+    assert critical_rows(graph, timing) == [3, 4, 2]
     # What the path spends on its rows adds up to the whole.
     assert np.diff(timing.start_ns[[3, 4, 2]]).tolist() == [30, 4]
 
@@ -62,7 +62,7 @@ def test_lags_and_releases_delay_the_start(engine):
     assert timing.makespan_ns == 67
     assert slack(graph, timing, engine).tolist() == [40, 44, 0, 0]
     # The path begins where a release, not a dependency, set the start.
-    assert critical_path(graph, timing) == [2, 3]
+    assert critical_rows(graph, timing) == [2, 3]
 
 
 @engines
@@ -79,9 +79,9 @@ def test_zero_durations_and_ties_take_the_lowest_row(engine):
     graph = Graph.from_lists([0, 0, 0, 0], [[], [], [1, 0], [2]], instances=[-1, -1, 0, -1])
     timing = propagate(graph, engine)
     assert timing.end_ns.tolist() == [0, 0, 0, 0]
-    assert critical_path(graph, timing) == [0]
+    assert critical_rows(graph, timing) == [0]
     graph = Graph.from_lists([3, 3, 1], [[], [], [1, 0]])
-    assert critical_path(graph, propagate(graph, engine)) == [0, 2]
+    assert critical_rows(graph, propagate(graph, engine)) == [0, 2]
 
 
 @engines
@@ -91,7 +91,7 @@ def test_of_several_last_arrivals_the_path_takes_the_lowest(engine):
         [[], [], [], [0], [1], [2], [3]],
         instances=[-1, -1, -1, 0, 0, 0, -1],
     )
-    assert critical_path(graph, propagate(graph, engine)) == [1, 4, 6]
+    assert critical_rows(graph, propagate(graph, engine)) == [1, 4, 6]
 
 
 @engines
@@ -100,7 +100,7 @@ def test_an_empty_graph(engine):
     timing = propagate(graph, engine)
     assert timing.makespan_ns == 0
     assert len(slack(graph, timing, engine)) == 0
-    assert critical_path(graph, timing) == []
+    assert critical_rows(graph, timing) == []
 
 
 @engines
@@ -192,7 +192,7 @@ def test_auto_spares_small_graphs_the_compiler():
     code = (
         "import sys; from prismcalib.graph import Graph; from prismcalib.propagation import *;"
         "graph = Graph.from_lists([1, 1], [[], [0]]); timing = propagate(graph);"
-        "slack(graph, timing); critical_path(graph, timing);"
+        "slack(graph, timing); critical_rows(graph, timing);"
         "print({'numba', 'networkx'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -217,7 +217,7 @@ def test_the_compiled_engine_serves_large_graphs():
     assert np.array_equal(timing.end_ns, reference.end_ns)
     late = slack(graph, timing)
     assert np.array_equal(late, slack(graph, reference, "python"))
-    assert (late[critical_path(graph, timing)] == 0).all()
+    assert (late[critical_rows(graph, timing)] == 0).all()
 
 
 def test_without_a_writable_folder_the_kernels_still_compile(monkeypatch):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prismcalib.errors import CalibError, CycleError
 from prismcalib.graph import Graph
-from prismcalib.propagation import critical_path, propagate, slack
+from prismcalib.propagation import critical_rows, propagate, slack
 
 
 def random_graph(draw: random.Random) -> Graph:
@@ -64,7 +64,7 @@ def outcome(graph: Graph, engine: str):
         timing.start_ns.tolist(),
         timing.end_ns.tolist(),
         slack(graph, timing, engine).tolist(),
-        critical_path(graph, timing),
+        critical_rows(graph, timing),
     )
 
 
@@ -81,7 +81,7 @@ def check_timing(graph, timing, late):
     assert (timing.wait_ns >= 0).all()
     assert (timing.wait_ns[graph.instance < 0] == 0).all()
     assert (late >= timing.wait_ns).all()
-    path = critical_path(graph, timing)
+    path = critical_rows(graph, timing)
     assert (late[path] == 0).all()
     assert (np.diff(timing.start_ns[path]) >= 0).all()
 

@@ -1,0 +1,30 @@
+"""Durations as people write them: `500us`, `630.8 ms`."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["format_ns", "parse_ns"]
+
+_UNITS = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|µs|ms|s)")
+
+
+def parse_ns(text: str) -> int:
+    """Nanoseconds of a text such as `500us`, `1.5 ms` or `2s`.
+
+    Raises:
+        ValueError: not a number with one of the units ns, us, ms, s.
+    """
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"not a duration: {text!r} (expected e.g. 500us, 1.5ms or 2s)")
+    return round(float(match[1]) * _UNITS[match[2]])
+
+
+def format_ns(ns: int) -> str:
+    """A duration with the unit that suits its size, to three decimals."""
+    for unit, scale in (("s", 10**10), ("ms", 10**6), ("us", 10**3)):
+        if abs(ns) >= scale:
+            return f"{ns / _UNITS[unit]:,.3f} {unit}"
+    return f"{ns} ns"

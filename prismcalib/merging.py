@@ -1,0 +1,364 @@
+"""A recorded run becomes one consistent timeline across all ranks.
+
+    observed times  --clocks-->  aligned times  --split-->  durations, lags  --propagate-->  times
+
+Every step explains itself in the report: clock offsets and what they leave unexplained, idle
+gaps that were kept as lags, observations that contradict the graph and were clamped.  Without
+clamps propagation gives back the aligned times exactly; a clamp can only make rows later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+
+from prismcalib.alignment import Alignment, ClockReport, align_clocks
+from prismcalib.build import (
+    lag_column,
+    require_all_members,
+    require_all_ranks,
+    sorted_rows,
+    structure_graph,
+)
+from prismcalib.clocks import group_max
+from prismcalib.errors import CalibError, MergeInputError
+from prismcalib.graph import Graph, Int64Array
+from prismcalib.propagation import Engine, Timing, critical_steps, propagate, slack
+from prismtrace.schema import TraceHeader, TraceKind, TransferSource
+from prismtrace.trace import Trace, node_schema, open_trace, write_nodes
+
+__all__ = ["DEFAULT_MAX_RESIDUAL_NS", "MergeReport", "MergeResult", "merge"]
+
+DEFAULT_MAX_RESIDUAL_NS = 10_000_000
+"""Largest median spread of the ends of one operation that `merge` accepts.
+
+Measured: below 0.05 ms between GPUs of a host; about 3 ms between gloo processes that share
+two cores, since a process notices the end only when it is scheduled.  Whether the picture is
+*consistent* is checked much more sharply, see `prismcalib.alignment`."""
+
+# No training step lasts a day; a span of one is a broken clock or a unit mix-up.
+_LONGEST_NS = 24 * 3600 * 10**9
+
+_OBSERVED = {"start_ns": "x_observed_start_ns", "dur_ns": "x_observed_dur_ns"}
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How often something happened, and its time in all."""
+
+    count: int
+    total_ns: int
+
+    @classmethod
+    def of(cls, times_ns: Int64Array) -> Amount:
+        """Count and sum of the positive times."""
+        return cls(int((times_ns > 0).sum()), int(times_ns.sum()))
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What `merge` found and did; all times in ns.
+
+    Attributes:
+        ranks, rows: size of the trace.
+        instances: collectives and send-recv pairs whose members were all found.
+        unmatched: communications whose partners lie outside the recorded window; they keep
+            their duration and wait for nobody.
+        clock: offsets between clocks, and how well the ends agree.
+        recorded_ns: last end minus first start over all ranks, on aligned clocks.
+        propagated_ns: the same from durations and lags alone.
+        lags: idle time before rows, kept as lags (launch gaps, host delays).
+        lags_on_critical_path: the part of it that the whole run waits for.
+        overlap_clamps: rows that started before a dependency ended; moved behind it.
+        transfer_clamps: members that ended before the last member started; they end then.
+        most_delayed_ns: largest delay of any row against its aligned time, due to clamps.
+        wait_ns, transfer_ns: sums over all members of instances.
+    """
+
+    ranks: int
+    rows: int
+    instances: int
+    unmatched: int
+    clock: ClockReport
+    recorded_ns: int
+    propagated_ns: int
+    lags: Amount
+    lags_on_critical_path: Amount
+    overlap_clamps: Amount
+    transfer_clamps: Amount
+    most_delayed_ns: int
+    wait_ns: int
+    transfer_ns: int
+
+    @property
+    def difference_ns(self) -> int:
+        """Propagated minus recorded length."""
+        return self.propagated_ns - self.recorded_ns
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON values (lists, not tuples)."""
+        fields: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return {**fields, "difference_ns": self.difference_ns}
+
+
+@dataclass(frozen=True, eq=False)
+class MergeResult:
+    """A calibrated trace in memory, and how it came about."""
+
+    header: TraceHeader
+    nodes: pl.DataFrame
+    report: MergeReport
+
+    @property
+    def trace(self) -> Trace:
+        """The result as a trace."""
+        return Trace(header=self.header, nodes=self.nodes.lazy())
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the calibrated trace as one Parquet file."""
+        write_nodes(self.header, self.nodes.lazy(), path)
+
+
+@dataclass(frozen=True, eq=False)
+class _Split:
+    """Durations and lags that explain aligned times."""
+
+    graph: Graph
+    lags: Int64Array
+    overlaps: Int64Array
+    early_ends: Int64Array
+
+
+def merge(
+    source: Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    engine: Engine = "auto",
+    clock: Literal["align", "keep"] = "align",
+    max_residual_ns: int = DEFAULT_MAX_RESIDUAL_NS,
+    verify: bool = False,
+) -> MergeResult:
+    """Put all ranks of a recorded run on one timeline and split waiting from transfer.
+
+    Args:
+        source: a recorded trace, or a calibrated one, whose observed times are used again.
+        engine: see `prismcalib.propagate`.
+        clock: `align` estimates offsets from the ends of matched operations, `keep` trusts
+            the clocks as they are.
+        max_residual_ns: refuse data whose ends disagree more than this (median).
+        verify: propagate with the other engines as well and compare.
+
+    Raises:
+        MergeInputError: not a recorded run, rows without times, or times that cannot be.
+        CoverageError: ranks of the job are absent.
+        MissingMemberError: an operation lacks members.
+        ClockError: clocks cannot be related, or the result would contradict itself.
+        CycleError: operations wait for each other in a circle.
+    """
+    trace = source if isinstance(source, Trace) else open_trace(source)
+    rows = _observed(trace)
+    require_all_ranks(rows, trace.header)
+    graph = structure_graph(rows, trace.header)
+    require_all_members(graph, rows, trace.header)
+
+    alignment = align_clocks(
+        graph, rows, trace.header, keep=clock == "keep", max_residual_ns=max_residual_ns
+    )
+    split = _split(graph, alignment)
+    timing = propagate(split.graph, engine)
+    late = slack(split.graph, timing, engine)
+    if verify:
+        _verify(split.graph, timing, late)
+
+    steps = critical_steps(split.graph, timing)
+    report = _report(rows, split, timing, steps, alignment)
+    return MergeResult(
+        header=_header(trace.header, report, alignment),
+        nodes=_nodes(rows, split, timing, late, steps, alignment.origin_ns),
+        report=report,
+    )
+
+
+def _observed(trace: Trace) -> pl.DataFrame:
+    """Sorted rows whose start_ns and dur_ns are the observed ones."""
+    kind = trace.header.kind
+    if kind not in (TraceKind.RECORDED, TraceKind.CALIBRATED):
+        raise MergeInputError(
+            f"a {kind} trace cannot be merged yet; this version merges recorded runs",
+            where=_place(trace),
+            hint="convert the profiler files of a real run with `prismtrace convert`",
+        )
+    rows = sorted_rows(trace)
+    if kind == TraceKind.CALIBRATED:
+        if not set(_OBSERVED.values()) <= set(rows.columns):
+            raise MergeInputError(
+                "the calibrated trace does not hold the observed times it was made from",
+                where=_place(trace),
+                hint="merge the recorded trace instead",
+            )
+        rows = rows.with_columns(**{name: pl.col(kept) for name, kept in _OBSERVED.items()})
+    else:
+        rows = rows.with_columns(**{kept: pl.col(name) for name, kept in _OBSERVED.items()})
+    _check_times(rows)
+    return rows
+
+
+def _check_times(rows: pl.DataFrame) -> None:
+    window = pl.col("start_ns").max().over("rank") - pl.col("start_ns").min().over("rank")
+    problems = {
+        "has no start or duration": pl.col("start_ns").is_null() | pl.col("dur_ns").is_null(),
+        "has a negative duration": pl.col("dur_ns") < 0,
+        "lasts longer than a day": pl.col("dur_ns") > _LONGEST_NS,
+        "is on a rank whose rows lie more than a day apart": window > _LONGEST_NS,
+    }
+    for problem, rule in problems.items():
+        broken = rows.select("rank", "index", broken=rule.fill_null(value=False))
+        broken = broken.filter("broken")
+        if broken.height:
+            rank, index, _ = broken.row(0)
+            more = f", and {broken.height - 1} more" if broken.height > 1 else ""
+            raise MergeInputError(
+                f"a row {problem}{more}",
+                where=f"rank={rank} index={index}",
+                hint="look at the time units and clocks of the source, then convert it again",
+            )
+
+
+def _split(graph: Graph, alignment: Alignment) -> _Split:
+    """Find durations, transfers and lags that reproduce the aligned times.
+
+    Times count from the first aligned start.
+    """
+    start, end = alignment.start_ns, alignment.end_ns
+    member = graph.instance >= 0
+    ready = start.copy()
+    ready[member] = group_max(graph.instance[member], start[member])[graph.instance[member]]
+    early_ends = np.maximum(ready - end, 0)
+
+    counts = np.diff(graph.dep_offsets)
+    dependent = np.flatnonzero(counts)
+    owner = np.repeat(np.arange(graph.rows), counts)
+    dep_end = end[graph.dep_rows]
+    lags = np.zeros(len(dep_end), np.int64)
+    overlaps = np.zeros(graph.rows, np.int64)
+    if len(dependent):
+        last_end = start.copy()
+        last_end[dependent] = np.maximum.reduceat(dep_end, graph.dep_offsets[dependent])
+        gap = start - last_end
+        overlaps = np.maximum(-gap, 0)
+        # The first dependency that ends last is the one the row waited for.
+        binding = np.flatnonzero(dep_end == last_end[owner])
+        binding = binding[np.diff(owner[binding], prepend=-1) > 0]
+        lags[binding] = np.maximum(gap[owner[binding]], 0)
+    return _Split(
+        graph=replace(
+            graph,
+            duration_ns=np.maximum(end - ready, 0),
+            dep_lag_ns=lags,
+            release_ns=np.where(counts == 0, start, 0),
+        ),
+        lags=lags,
+        overlaps=overlaps,
+        early_ends=early_ends,
+    )
+
+
+def _verify(graph: Graph, timing: Timing, late: Int64Array) -> None:
+    engines: tuple[Engine, ...] = ("networkx", "python", "array")
+    for engine in engines:
+        other = propagate(graph, engine)
+        same = (
+            np.array_equal(other.start_ns, timing.start_ns)
+            and np.array_equal(other.end_ns, timing.end_ns)
+            and np.array_equal(slack(graph, other, engine), late)
+        )
+        if not same:
+            raise CalibError(
+                f"the {engine} engine gives other times: this is a bug in prismcalib",
+                hint="please report it with the trace",
+            )
+
+
+def _report(
+    rows: pl.DataFrame,
+    split: _Split,
+    timing: Timing,
+    steps: list[tuple[int, int]],
+    alignment: Alignment,
+) -> MergeReport:
+    member = split.graph.instance >= 0
+    gaps = [
+        int(timing.start_ns[reached] - timing.end_ns[left])
+        for (_, left), (reached, _) in pairwise(steps)
+    ]
+    return MergeReport(
+        ranks=rows["rank"].n_unique(),
+        rows=rows.height,
+        instances=split.graph.instances,
+        unmatched=rows.filter(pl.col("group").is_not_null() & pl.col("seq").is_null()).height,
+        clock=alignment.report,
+        recorded_ns=int(alignment.end_ns.max()) - int(alignment.start_ns.min()),
+        propagated_ns=timing.makespan_ns,
+        lags=Amount.of(split.lags),
+        lags_on_critical_path=Amount.of(np.array(gaps, np.int64)),
+        overlap_clamps=Amount.of(split.overlaps),
+        transfer_clamps=Amount.of(split.early_ends),
+        most_delayed_ns=int((timing.start_ns - alignment.start_ns).max()),
+        wait_ns=int(timing.wait_ns.sum()),
+        transfer_ns=int(split.graph.duration_ns[member].sum()),
+    )
+
+
+def _header(header: TraceHeader, report: MergeReport, alignment: Alignment) -> TraceHeader:
+    policies = {
+        "merge.overlap-clamped": report.overlap_clamps.count,
+        "merge.transfer-clamped": report.transfer_clamps.count,
+        "merge.unmatched-kept": report.unmatched,
+    }
+    return header.model_copy(
+        update={
+            "kind": TraceKind.CALIBRATED,
+            "clock": alignment.domains,
+            # Replaced, not added to: merging a calibrated trace again changes nothing.
+            "policies": {**header.policies, **policies},
+            "extra": {**header.extra, "merge": report.as_dict()},
+        }
+    )
+
+
+def _nodes(
+    rows: pl.DataFrame,
+    split: _Split,
+    timing: Timing,
+    late: Int64Array,
+    steps: list[tuple[int, int]],
+    origin_ns: int,
+) -> pl.DataFrame:
+    member = pl.Series(split.graph.instance >= 0)
+    critical = np.zeros(rows.height, np.bool_)
+    critical[[reached for reached, _ in steps]] = True
+
+    def of_members(values: object) -> pl.Expr:
+        return pl.when(member).then(pl.lit(values)).otherwise(None)
+
+    source = node_schema()["transfer_source"]
+    return rows.with_columns(
+        start_ns=timing.start_ns + origin_ns,
+        dur_ns=timing.end_ns - timing.start_ns,
+        transfer_ns=of_members(pl.Series(split.graph.duration_ns)),
+        transfer_source=of_members(TransferSource.MEASURED.value).cast(source),
+        wait_ns=of_members(pl.Series(timing.wait_ns)),
+        lag_ns=lag_column(split.graph, split.lags),
+        slack_ns=late,
+        critical=critical,
+    )
+
+
+def _place(trace: Trace) -> str | None:
+    return ", ".join(str(path) for path in trace.paths) or None

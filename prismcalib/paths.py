@@ -1,0 +1,163 @@
+"""What the whole run waits for: the critical path through all ranks of a calibrated trace."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+
+from prismcalib.build import graph_from_trace
+from prismcalib.errors import MergeInputError
+from prismcalib.graph import Graph
+from prismcalib.propagation import Timing, critical_steps
+from prismtrace.schema import LOCAL_KINDS, TraceKind
+from prismtrace.trace import Trace, open_trace
+
+__all__ = ["CriticalPath", "calibrated_trace", "critical_path"]
+
+ShareColumn = Literal["kind", "rank", "group", "phase", "step"]
+
+
+@dataclass(frozen=True, eq=False)
+class CriticalPath:
+    """One longest path, cut into segments.
+
+    A segment is what one row contributes: its computation or transfer, and the idle gap
+    between the end of the segment before and its own start.  Lead-in, gaps, computation,
+    transfers and unmatched communication add up to the length exactly.
+
+    Attributes:
+        length_ns: last end minus first start over all ranks.
+        lead_in_ns: from the first start of any rank to the start of the path.
+        compute_ns: computation and copies on the path.
+        transfer_ns: communication on the path, without waiting.
+        unmatched_ns: communication whose partners were not recorded, waiting included.
+        gap_ns: idle time on the path (launch gaps, host delays).
+        hops: how often the path changes ranks.
+        segments: id, rank, index, stream, kind, name, group (its name), seq, step, phase,
+            transfer_source, start_ns, busy_ns, gap_ns (before the segment); in time order.
+    """
+
+    length_ns: int
+    lead_in_ns: int
+    compute_ns: int
+    transfer_ns: int
+    unmatched_ns: int
+    gap_ns: int
+    hops: int
+    segments: pl.DataFrame
+
+    def shares(self, column: ShareColumn) -> pl.DataFrame:
+        """Columns: the given one, segments, busy_ns, gap_ns, share of the length; largest first."""
+        return (
+            self.segments.group_by(column, maintain_order=True)
+            .agg(segments=pl.len(), busy_ns=pl.col("busy_ns").sum(), gap_ns=pl.col("gap_ns").sum())
+            .with_columns(
+                share=(pl.col("busy_ns") + pl.col("gap_ns")) / max(self.length_ns, 1),
+            )
+            .sort("share", descending=True, maintain_order=True)
+        )
+
+    def longest(self, limit: int) -> pl.DataFrame:
+        """The segments that take longest, gaps included."""
+        total = pl.col("busy_ns") + pl.col("gap_ns")
+        return self.segments.sort(total, descending=True, maintain_order=True).head(limit)
+
+    def as_dict(self, limit: int = 20) -> dict[str, Any]:
+        """The path as JSON values, with the `limit` longest segments."""
+        columns: tuple[ShareColumn, ...] = ("kind", "rank", "group", "phase", "step")
+        return {
+            "length_ns": self.length_ns,
+            "lead_in_ns": self.lead_in_ns,
+            "compute_ns": self.compute_ns,
+            "transfer_ns": self.transfer_ns,
+            "unmatched_ns": self.unmatched_ns,
+            "gap_ns": self.gap_ns,
+            "hops": self.hops,
+            "segments": self.segments.height,
+            "shares": {column: self.shares(column).to_dicts() for column in columns},
+            "longest": self.longest(limit).to_dicts(),
+        }
+
+
+def critical_path(
+    source: Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+) -> CriticalPath:
+    """The critical path of a calibrated trace.
+
+    Raises:
+        MergeInputError: the trace is not calibrated.
+    """
+    trace = calibrated_trace(source)
+    graph, rows = graph_from_trace(trace)
+    return _cut(graph, _stored_timing(graph, rows), rows, trace)
+
+
+def calibrated_trace(
+    source: Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+) -> Trace:
+    """Open the trace; refuse one that has not been merged.
+
+    Raises:
+        MergeInputError: the trace is not calibrated.
+    """
+    trace = source if isinstance(source, Trace) else open_trace(source)
+    if trace.header.kind != TraceKind.CALIBRATED:
+        raise MergeInputError(
+            f"a {trace.header.kind} trace has no common timeline yet",
+            where=", ".join(str(path) for path in trace.paths) or None,
+            hint="run `prismcalib merge` on it first and pass the result",
+        )
+    return trace
+
+
+def _stored_timing(graph: Graph, rows: pl.DataFrame) -> Timing:
+    """The timing that `merge` wrote; its order of completion is not stored and left empty."""
+    start = rows["start_ns"].to_numpy()
+    return Timing(
+        start_ns=start,
+        end_ns=start + rows["dur_ns"].to_numpy(),
+        duration_ns=graph.duration_ns,
+        order=np.empty(0, np.int32),
+    )
+
+
+def _cut(graph: Graph, timing: Timing, rows: pl.DataFrame, trace: Trace) -> CriticalPath:
+    steps = critical_steps(graph, timing)
+    left = np.array([row for _, row in steps])
+    reached_start = timing.start_ns[[row for row, _ in steps]]
+    busy = timing.end_ns[left] - reached_start
+    gap = np.concatenate([[0], reached_start[1:] - timing.end_ns[left[:-1]]])
+    segments = _describe(rows, trace)[left].with_columns(
+        start_ns=pl.Series(reached_start), busy_ns=pl.Series(busy), gap_ns=pl.Series(gap)
+    )
+    local = rows["kind"].cast(pl.String).is_in([kind.value for kind in LOCAL_KINDS])
+    computes = local.to_numpy()[left]
+    transfers = graph.instance[left] >= 0
+    rank = rows["rank"].to_numpy()
+    places = [rank[row] for step in steps for row in step]
+    return CriticalPath(
+        length_ns=timing.makespan_ns,
+        lead_in_ns=int(reached_start[0] - timing.start_ns.min()),
+        compute_ns=int(busy[computes].sum()),
+        transfer_ns=int(busy[transfers].sum()),
+        unmatched_ns=int(busy[~computes & ~transfers].sum()),
+        gap_ns=int(gap.sum()),
+        hops=sum(bool(a != b) for a, b in pairwise(places)),
+        segments=segments,
+    )
+
+
+def _describe(rows: pl.DataFrame, trace: Trace) -> pl.DataFrame:
+    """What the rows are called, with the names of their groups."""
+    names = {group.id: group.name for group in trace.header.groups}
+    columns = ["id", "rank", "index", "stream", "kind", "name", "group", "seq", "step", "phase"]
+    return rows.select(*columns, "transfer_source").with_columns(
+        pl.col("kind", "name", "phase", "transfer_source").cast(pl.String),
+        pl.col("group").replace_strict(names, default=None, return_dtype=pl.String),
+    )

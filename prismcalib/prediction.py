@@ -1,0 +1,137 @@
+"""The step time that a calibrated trace implies, and what that number rests on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from prismcalib.paths import CriticalPath, calibrated_trace, critical_path
+from prismtrace.schema import LOCAL_KINDS
+from prismtrace.trace import Trace
+
+__all__ = ["Prediction", "predict"]
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """Step times and where each rank spends the time.
+
+    Attributes:
+        window_ns: last end minus first start over all ranks.
+        steps: step, duration_ns; a step lasts from the end of the step before (the first: from
+            the first start) to its own last end over all ranks.  One row with step null for
+            the whole window if the trace has no steps.
+        ranks: rank, busy_ns (computing, copying or transferring on any stream), wait_ns
+            (nothing but waiting for other ranks), gap_ns (nothing at all); they add up to
+            the window.
+        basis: share of the critical path that rests on each kind of knowledge, largest
+            first; the shares add up to 1.
+    """
+
+    window_ns: int
+    steps: pl.DataFrame
+    ranks: pl.DataFrame
+    basis: dict[str, float]
+
+    @property
+    def step_ns(self) -> int:
+        """The predicted step time: median over the steps."""
+        return round(float(self.steps["duration_ns"].median()))  # type: ignore[arg-type]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The prediction as JSON values."""
+        durations = self.steps["duration_ns"]
+        return {
+            "step_ns": self.step_ns,
+            "min_step_ns": durations.min(),
+            "max_step_ns": durations.max(),
+            "window_ns": self.window_ns,
+            "steps": self.steps.to_dicts(),
+            "ranks": self.ranks.to_dicts(),
+            "basis": self.basis,
+        }
+
+
+def predict(
+    source: Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+) -> Prediction:
+    """Step time of a calibrated trace.
+
+    Raises:
+        MergeInputError: the trace is not calibrated.
+    """
+    trace = calibrated_trace(source)
+    path = critical_path(trace)
+    nodes = trace.nodes.select(
+        "rank", "step", "kind", "start_ns", "wait_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns")
+    ).collect()
+    return Prediction(
+        window_ns=path.length_ns,
+        steps=_steps(nodes, path.length_ns),
+        ranks=_ranks(nodes, path.length_ns),
+        basis=_basis(path),
+    )
+
+
+def _steps(nodes: pl.DataFrame, window_ns: int) -> pl.DataFrame:
+    ends = (
+        nodes.filter(pl.col("step").is_not_null())
+        .group_by("step")
+        .agg(pl.col("end_ns").max())
+        .sort("step")
+    )
+    if not ends.height:
+        return pl.DataFrame(
+            {"step": [None], "duration_ns": [window_ns]},
+            schema={"step": pl.Int32, "duration_ns": pl.Int64},
+        )
+    before = pl.col("end_ns").shift().fill_null(nodes["start_ns"].min())
+    return ends.select("step", duration_ns=pl.col("end_ns") - before)
+
+
+def _ranks(nodes: pl.DataFrame, window_ns: int) -> pl.DataFrame:
+    ready = pl.col("start_ns") + pl.col("wait_ns").fill_null(0)
+    busy = _covered(nodes.select("rank", "end_ns", begin_ns=ready))
+    occupied = _covered(nodes.select("rank", "end_ns", begin_ns="start_ns"))
+    return busy.join(occupied, on="rank", suffix="_all").select(
+        "rank",
+        busy_ns="covered_ns",
+        wait_ns=pl.col("covered_ns_all") - pl.col("covered_ns"),
+        gap_ns=window_ns - pl.col("covered_ns_all"),
+    )
+
+
+def _covered(spans: pl.DataFrame) -> pl.DataFrame:
+    """Per rank the time that at least one of its spans covers: rank, covered_ns."""
+    earlier = pl.col("end_ns").cum_max().shift().over("rank")
+    new = pl.col("end_ns") - pl.max_horizontal("begin_ns", earlier)
+    return (
+        spans.sort("rank", "begin_ns")
+        .with_columns(covered_ns=new.clip(lower_bound=0))
+        .group_by("rank", maintain_order=True)
+        .agg(pl.col("covered_ns").sum())
+    )
+
+
+def _basis(path: CriticalPath) -> dict[str, float]:
+    local = pl.col("kind").is_in([kind.value for kind in LOCAL_KINDS])
+    known = (
+        path.segments.with_columns(
+            source=pl.when(local)
+            .then(pl.lit("computation, measured"))
+            .when(pl.col("transfer_source").is_null())
+            .then(pl.lit("communication without partners, as recorded"))
+            .otherwise(pl.lit("transfer, ") + pl.col("transfer_source"))
+        )
+        .group_by("source")
+        .agg(pl.col("busy_ns").sum())
+        .rows()
+    )
+    times = {**dict(known), "idle gaps, as recorded": path.gap_ns + path.lead_in_ns}
+    length = max(path.length_ns, 1)
+    shares = {name: time / length for name, time in times.items() if time}
+    return dict(sorted(shares.items(), key=lambda item: (-item[1], item[0])))

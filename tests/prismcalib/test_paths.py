@@ -1,0 +1,65 @@
+import polars as pl
+import pytest
+
+from prismcalib.errors import MergeInputError
+from prismcalib.merging import merge
+from prismcalib.paths import critical_path
+
+
+def test_the_parts_add_up(make_run):
+    result = merge(make_run().trace)
+    path = critical_path(result.trace)
+    parts = path.compute_ns + path.transfer_ns + path.unmatched_ns + path.gap_ns + path.lead_in_ns
+    assert parts == path.length_ns == result.report.propagated_ns
+    assert path.gap_ns == result.report.lags_on_critical_path.total_ns
+    assert path.compute_ns > 0
+    assert path.transfer_ns > 0
+    assert path.hops > 0
+    segments = path.segments
+    assert segments["busy_ns"].sum() + segments["gap_ns"].sum() + path.lead_in_ns == parts
+    ends = segments["start_ns"] + segments["busy_ns"] + segments["gap_ns"].shift(-1).fill_null(0)
+    assert (ends[:-1] == segments["start_ns"][1:]).all()
+
+
+def test_shares(make_run):
+    path = critical_path(merge(make_run().trace).trace)
+    for column in ("kind", "rank", "group", "phase", "step"):
+        shares = path.shares(column)
+        assert shares["segments"].sum() == path.segments.height
+        assert shares["share"].is_sorted(descending=True)
+        assert shares["share"].sum() == pytest.approx(1 - path.lead_in_ns / path.length_ns)
+    assert set(path.shares("kind")["kind"]) <= {"compute", "all_reduce", "send", "recv"}
+    assert set(path.shares("group")["group"]) <= {None, "world", "pair_0", "pair_1"}
+    longest = path.longest(3)
+    assert longest.height == 3
+    assert longest["busy_ns"][0] >= longest["busy_ns"][1] - 20_000
+
+
+def test_a_slow_rank_holds_the_path(make_run):
+    run = make_run(steps=1)
+    rows = run.trace.collect()
+    # Rank 2 is late by 5 ms from the start on, so is whatever follows it in time.
+    late = merge(run.trace).nodes
+    slow = rows.with_columns(
+        dur_ns=pl.when((pl.col("rank") == 2) & (pl.col("index") == 0))
+        .then(pl.col("dur_ns") + 5_000_000)
+        .when((pl.col("kind") != "compute") & (pl.col("start_ns") < pl.lit(late["start_ns"].max())))
+        .then(pl.col("dur_ns"))
+        .otherwise(pl.col("dur_ns"))
+    )
+    trace = run.trace.__class__(header=run.trace.header, nodes=slow.lazy())
+    path = critical_path(merge(trace, max_residual_ns=10**9).trace)
+    assert path.shares("rank")["rank"][0] == 2
+    assert path.segments["rank"][0] == 2
+
+
+def test_as_json(make_run):
+    found = critical_path(merge(make_run().trace).trace).as_dict(limit=2)
+    assert len(found["longest"]) == 2
+    assert set(found["shares"]) == {"kind", "rank", "group", "phase", "step"}
+
+
+def test_a_trace_that_was_not_merged_is_refused(make_run):
+    with pytest.raises(MergeInputError, match="no common timeline") as caught:
+        critical_path(make_run().trace)
+    assert "prismcalib merge" in caught.value.hint
