@@ -14,6 +14,7 @@ import typer
 from prismtrace import console
 
 if TYPE_CHECKING:
+    from prismtrace.converters import ConvertReport
     from prismtrace.info import TraceInfo
     from prismtrace.trace import Trace
 
@@ -39,6 +40,13 @@ class Grain(StrEnum):
 
     COMMUNICATION = "communication"
     KERNEL = "kernel"
+
+
+class Unmatched(StrEnum):
+    """What becomes of a communication without partners."""
+
+    REFUSE = "refuse"
+    KEEP = "keep"
 
 
 class SchemaName(StrEnum):
@@ -119,18 +127,30 @@ def convert(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help='Process groups the traces do not name: JSON such as {"tp_0": "0-7"}.',
+            help='Process groups that the traces do not name, as JSON: {"tp_0": "0-7"}.',
         ),
     ] = None,
     keep_arg: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Keep an event argument as a column x_NAME, e.g. --keep-arg 'grid' (repeatable).",
+            help="Keep an argument of kernels as a column x_arg_NAME (with --grain kernel), e.g."
+            " --keep-arg 'queued' (repeatable).",
         ),
     ] = None,
+    unmatched: Annotated[
+        Unmatched,
+        typer.Option(
+            help="What to do with a communication that fits no group or has no partner in the"
+            " other files: refuse the input, or keep it as a span that waits for nobody."
+        ),
+    ] = Unmatched.REFUSE,
+    recover: Annotated[
+        bool, typer.Option("--recover", help="Use what can be read of truncated or damaged files.")
+    ] = False,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Fail where something would be dropped or assumed.")
+        bool,
+        typer.Option("--strict", help="Fail when anything had to be repaired, dropped or assumed."),
     ] = False,
     json: JsonFlag = False,
 ) -> None:
@@ -138,28 +158,35 @@ def convert(
 
     Example: prismtrace convert rank*.json.gz -o run.parquet
     """
-    # Filled in together with prismtrace.converters.
     from prismtrace.converters import convert as convert_files
+    from prismtrace.converters.pipeline import expand_inputs
 
-    ranks = _ranks_of_files(rank or [], inputs)
-    with console.progress("converting", unit="bytes") as bar:
+    files = expand_inputs(inputs)
+    _check_comm_kernels(comm_kernel or [])
+    size = sum(file.stat().st_size for file in files)
+    with console.progress("converting", total=size, unit="bytes") as bar:
         report = convert_files(
-            inputs,
+            files,
             output,
-            ranks=ranks,
+            ranks=_ranks_of_files(rank or [], [str(file) for file in files]),
             grain=grain.value,
             jobs=jobs,
-            comm_kernels=_comm_kernels(comm_kernel or []),
-            keep_args=tuple(keep_arg or ()),
+            comm_kernels=comm_kernel or (),
+            keep_args=keep_arg or (),
             groups=groups,
             step_from=step_from,
+            unmatched=unmatched.value,
+            recover=recover,
             strict=strict,
-            progress=bar,
+            progress=bar.advance,
         )
-    console.emit(report, json=json)
+    if json:
+        console.print_json(report.to_dict())
+    else:
+        _print_report(report)
 
 
-def _ranks_of_files(given: list[str], inputs: list[str]) -> dict[str, int] | None:
+def _ranks_of_files(given: list[str], files: list[str]) -> dict[str, int]:
     """`FILE=N` texts as a mapping; a lone number belongs to a single input."""
     ranks: dict[str, int] = {}
     for text in given:
@@ -167,39 +194,42 @@ def _ranks_of_files(given: list[str], inputs: list[str]) -> dict[str, int] | Non
         if not number.isdecimal():
             raise typer.BadParameter(f"{text!r} is not FILE=N", param_hint="--rank")
         if not equals:
-            if len(inputs) != 1:
+            if len(files) != 1:
                 raise typer.BadParameter(
                     f"several inputs: say which one has rank {number}, as FILE={number}",
                     param_hint="--rank",
                 )
-            file = inputs[0]
+            file = files[0]
         ranks[file] = int(number)
-    return ranks or None
+    return ranks
 
 
-def _comm_kernels(given: list[str]) -> tuple[tuple[str, str], ...]:
-    """`REGEX=KIND` texts as pairs; the kind is what follows the last equals sign."""
-    import re
+def _check_comm_kernels(rules: list[str]) -> None:
+    from prismtrace.converters.kineto.names import CommPatterns
+    from prismtrace.errors import SourceFormatError
 
-    from prismtrace.schema import LOCAL_KINDS, Kind
+    try:
+        CommPatterns.parse(rules)
+    except SourceFormatError as error:
+        hint = f"; {error.hint}" if error.hint else ""
+        raise typer.BadParameter(error.message + hint, param_hint="--comm-kernel") from error
 
-    kinds = [kind.value for kind in Kind if kind not in LOCAL_KINDS]
-    pairs = []
-    for text in given:
-        pattern, equals, kind = text.rpartition("=")
-        if not equals or kind not in kinds:
-            raise typer.BadParameter(
-                f"{text!r} is not REGEX=KIND with a KIND of {', '.join(kinds)}",
-                param_hint="--comm-kernel",
-            )
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise typer.BadParameter(
-                f"{pattern!r} is not a regular expression: {error}", param_hint="--comm-kernel"
-            ) from error
-        pairs.append((pattern, kind))
-    return tuple(pairs)
+
+def _print_report(report: ConvertReport) -> None:
+    from prismtrace.ranks import format_ranks
+
+    print(f"wrote {report.output}")
+    facts: list[tuple[str, object]] = [
+        ("ranks", f"{format_ranks(report.ranks)} of {report.world_size}"),
+        ("nodes", f"{report.nodes} from {report.events} events"),
+        ("groups", report.groups),
+        ("steps", format_ranks(report.steps) or "none marked"),
+    ]
+    if report.missing_ranks:
+        facts.insert(1, ("not given", f"ranks {format_ranks(report.missing_ranks)}"))
+    _print_facts(facts)
+    _table("matched sync instances", ["found", "instances"], list(report.matched.items()))
+    _table("repairs and assumptions", ["policy", "times"], list(report.repairs.items()))
 
 
 # --- info -----------------------------------------------------------------------------
@@ -229,7 +259,7 @@ def _print_info(info: TraceInfo) -> None:
 
     header = info.header
     facts: list[tuple[str, object]] = [
-        ("files", f"{len(info.files)} ({info.file_bytes / 1e6:.1f} MB)"),
+        ("files", f"{len(info.files)}, {info.file_bytes:,} bytes"),
         ("kind", f"{header.kind}, format {header.format_version}"),
         ("ranks", f"{format_ranks(header.ranks)} of {header.world_size}"),
         ("nodes", info.nodes),
@@ -241,9 +271,13 @@ def _print_info(info: TraceInfo) -> None:
         facts.append(("critical path", f"{info.critical} nodes"))
     facts += [("clock", _clock_text(domain)) for domain in header.clock[:MOST_LINES]]
     facts += [("written by", header.created_by)] if header.created_by else []
+    _print_facts(facts)
+    _print_tables(info)
+
+
+def _print_facts(facts: list[tuple[str, object]]) -> None:
     for name, value in facts:
         print(f"{name + ':':<14} {value}")
-    _print_tables(info)
 
 
 def _clock_text(domain: Any) -> str:

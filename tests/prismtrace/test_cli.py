@@ -164,35 +164,57 @@ def test_ranks_that_are_not_there(path, tmp_path, run_command):
 
 
 @pytest.mark.parametrize(
-    ("given", "inputs", "ranks"),
+    ("given", "files", "ranks"),
     [
-        ([], ["a"], None),
+        ([], ["a"], {}),
         (["3"], ["a"], {"a": 3}),
         (["a=0", "b=1"], ["a", "b"], {"a": 0, "b": 1}),
         (["odd=name.json=7"], ["odd=name.json"], {"odd=name.json": 7}),
     ],
 )
-def test_ranks_of_files(given, inputs, ranks):
-    assert cli._ranks_of_files(given, inputs) == ranks
+def test_ranks_of_files(given, files, ranks):
+    assert cli._ranks_of_files(given, files) == ranks
 
 
-@pytest.mark.parametrize("words", [["--rank", "x"], ["--rank", "a="], ["--rank", "3"]])
-def test_wrong_rank_flags(words, tmp_path):
-    done = call("convert", "a.json", "b.json", "-o", tmp_path / "run.parquet", *words)
+@pytest.fixture
+def two_files(tmp_path):
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text("{}")
+    return [tmp_path / "a.json", tmp_path / "b.json", "-o", tmp_path / "run.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--rank", "x"),
+        ("--rank", "a="),
+        ("--rank", "3"),
+        ("--comm-kernel", "my_ar"),
+        ("--comm-kernel", "x=compute"),
+        ("--comm-kernel", "x=nothing"),
+        ("--comm-kernel", "(=send"),
+        ("--grain", "operator"),
+        ("--unmatched", "guess"),
+        ("--jobs", "-1"),
+    ],
+)
+def test_wrong_flags_are_wrong_usage(flag, value, two_files, tmp_path):
+    done = call("convert", *two_files, flag, value)
     assert done.exit_code == 2
-    assert "--rank" in done.stderr
+    assert flag in done.stderr
+    assert not (tmp_path / "run.parquet").exists()
 
 
-def test_communication_kernels():
-    pairs = cli._comm_kernels(["my_ar.*=all_reduce", "a=b=send"])
-    assert pairs == (("my_ar.*", "all_reduce"), ("a=b", "send"))
-
-
-@pytest.mark.parametrize("text", ["my_ar", "x=compute", "x=nothing", "(=send"])
-def test_wrong_communication_kernels(text, tmp_path):
-    done = call("convert", "a.json", "-o", tmp_path / "run.parquet", "--comm-kernel", text)
-    assert done.exit_code == 2
-    assert "--comm-kernel" in done.stderr
+def test_convert_reports_what_it_did(data_dir, tmp_path):
+    words = ["convert", data_dir / "kineto" / "dlrm8", "-o", tmp_path / "run.parquet"]
+    done = call(*words)
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.startswith(f"wrote {tmp_path / 'run.parquet'}\n")
+    assert "0-7 of 8" in done.stdout
+    report = json.loads(call(*words, "--grain", "kernel", "--json").stdout)
+    assert (report["world_size"], report["steps"]) == (8, [10])
+    assert sum(report["matched"].values()) == 8
+    assert call("validate", tmp_path / "run.parquet").exit_code == 0
 
 
 # --- all commands ---------------------------------------------------------------------

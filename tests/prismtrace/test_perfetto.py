@@ -10,9 +10,11 @@ import polars as pl
 import pytest
 
 from prismtrace import blocks
+from prismtrace.converters import convert
 from prismtrace.errors import OutputError, TraceError
 from prismtrace.export.perfetto import assign_lanes, export_perfetto
 from prismtrace.exporting import export
+from prismtrace.trace import open_trace
 
 AR = {"kind": "all_reduce", "group": 0, "seq": 0}
 
@@ -255,6 +257,21 @@ def test_progress_counts_all_rows(job, tmp_path):
 def test_unknown_format(job, tmp_path):
     with pytest.raises(ValueError, match="html"):
         export(job, tmp_path / "run.html", to="html")
+
+
+def test_a_recorded_job(data_dir, tmp_path):
+    """Real clocks, real overlaps: still nested, and every arrow begins and ends in a span."""
+    convert(data_dir / "kineto" / "dlrm8", tmp_path / "run.parquet", grain="kernel")
+    found = exported(open_trace(tmp_path / "run.parquet"), tmp_path)["traceEvents"]
+    spans = [event for event in found if event["ph"] == "X"]
+    assert {span["pid"] for span in spans} == set(range(8))
+    assert_nested(spans)
+    flows = [event for event in found if event["ph"] in "sf"]
+    assert all(enclosed(flow, spans) for flow in flows)
+    # 8 instances of 8 ranks each, less those that came last together.
+    assert 0 < len(flows) // 2 <= 8 * 7
+    pairs = zip(flows[::2], flows[1::2], strict=True)
+    assert all(s["id"] == f["id"] and s["ts"] <= f["ts"] for s, f in pairs)
 
 
 QUERY = """
