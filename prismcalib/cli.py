@@ -102,7 +102,9 @@ def _print_merge(report: MergeReport, output: Path) -> None:
     from prismcalib.durations import format_ns
 
     share = report.difference_ns / max(report.recorded_ns, 1)
-    why = "all of it from the clamps below" if report.difference_ns else "reproduced exactly"
+    why = f"because of the clamps below; no row is later than {format_ns(report.most_delayed_ns)}"
+    if not report.most_delayed_ns:
+        why = "every row reproduced exactly"
     overlaps, early, lags, waited = (
         report.overlap_clamps,
         report.transfer_clamps,

@@ -65,6 +65,7 @@ def build_run(
     clock_error_ns: list[int] | None = None,
     domains: list[list[int]] | None = None,
     noise_ns: int = 0,
+    slow_rank: int | None = None,
     seed: int = 1,
 ) -> Run:
     """Simulate the run; `noise_ns` is how late a member may notice the end of a collective."""
@@ -103,9 +104,8 @@ def build_run(
 
     def compute(rank: int, step: int, name: str) -> None:
         begin = clock[rank] + draw.choice([0, 0, draw.randint(1, 20_000)])
-        add(
-            rank, begin, begin + draw.randint(50_000, 900_000), kind="compute", name=name, step=step
-        )
+        duration = draw.randint(50_000, 900_000) * (20 if rank == slow_rank else 1)
+        add(rank, begin, begin + duration, kind="compute", name=name, step=step)
 
     def communicate(members: dict[int, dict[str, object]], key: object, step: int) -> None:
         seq = seqs[key] = seqs.get(key, -1) + 1

@@ -35,7 +35,7 @@ def test_merge(recorded, tmp_path):
     for words in (
         "4 ranks",
         "recorded",
-        "reproduced exactly",
+        "every row reproduced exactly",
         "1 of 4 clocks corrected",
         "-8.000 ms",
     ):

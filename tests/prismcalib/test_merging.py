@@ -126,19 +126,21 @@ def test_overlaps_are_clamped_and_counted(make_run):
 
 def test_a_member_that_ends_too_early_is_clamped_and_counted(make_run):
     run = make_run(ranks=4, steps=8)
-    table = run.table
-    first = table.filter((pl.col("group") == 0) & (pl.col("seq") == 0) & (pl.col("kind") == "send"))
-    receiver = table.filter((pl.col("seq") == 0) & (pl.col("kind") == "recv"))
-    # The send was buffered: it ended 20 us before the receiver began, and so the rest of rank 0
-    # could not have been delayed by it.
-    begin = min(receiver["start_ns"].item() - 20_000, 10**18 * 9)
-    early = where(0, first["index"].item())
-    length = max(begin - first["start_ns"].item(), 0)
-    ended = first["start_ns"].item() + length
-    result = merge(changed(run, dur_ns=pl.when(early).then(length).otherwise("dur_ns")))
-    late = max(first["start_ns"].item(), receiver["start_ns"].item()) - ended
-    assert result.report.transfer_clamps.count == (late > 0)
-    assert result.report.transfer_clamps.total_ns == max(late, 0)
+    # A buffered send: it ends at once, long before the receiver begins.
+    pairs = run.table.filter(pl.col("kind").is_in(["send", "recv"])).sort("seq", "start_ns")
+    sender, receiver = next(
+        pair.to_dicts() for _, pair in pairs.group_by("seq", maintain_order=True)
+        if pair["kind"][0] == "send"
+    )  # fmt: skip
+    early = pl.when(pl.col("id") == sender["id"]).then(1_000).otherwise("dur_ns")
+    result = merge(changed(run, dur_ns=early))
+    report = result.report
+    assert report.transfer_clamps.count == 1
+    late = receiver["start_ns"] - sender["start_ns"] - 1_000
+    assert report.transfer_clamps.total_ns == late > 0
+    row = result.nodes.filter(pl.col("id") == sender["id"]).row(0, named=True)
+    assert (row["transfer_ns"], row["wait_ns"]) == (0, late + 1_000)
+    assert report.clock.inconsistent == 0
 
 
 def test_unmatched_communications_keep_their_duration(make_run):
