@@ -202,9 +202,11 @@ def require_all_members(graph: Graph, rows: pl.DataFrame, header: TraceHeader) -
 def lag_column(graph: Graph, lags: Int64Array) -> pl.Series:
     """Lags of all dependencies, int64[e], as the column `lag_ns`: null where all are 0."""
     owner = np.repeat(np.arange(graph.rows, dtype=np.int32), np.diff(graph.dep_offsets))
+    lagged = np.zeros(graph.rows, np.bool_)
+    lagged[owner[lags != 0]] = True
+    kept = lagged[owner]
     lists = (
-        pl.DataFrame({"row": owner, "lag_ns": lags})
-        .filter((pl.col("lag_ns") != 0).any().over("row"))
+        pl.DataFrame({"row": owner[kept], "lag_ns": lags[kept]})
         .group_by("row", maintain_order=True)
         .agg("lag_ns")
     )

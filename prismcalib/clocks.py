@@ -26,7 +26,7 @@ __all__ = ["ClockFit", "Spread", "end_spreads", "fit_offsets", "group_max", "gro
 
 _ROUNDS = 20
 # Offsets need some hundred operations per pair of domains, not millions.
-_MOST_PER_DOMAIN = 4096
+_MOST_PER_DOMAIN = 512
 
 
 @dataclass(frozen=True)
