@@ -10,8 +10,8 @@ from prismtrace.trace import instance_columns
 
 __all__ = ["BLOCK_ROWS", "INSTANCE_KEY", "instance_blocks", "rank_blocks"]
 
-BLOCK_ROWS = 2_000_000
-"""About this many rows are in memory at once: 50 to 200 MB, by the columns asked for."""
+BLOCK_ROWS = 500_000
+"""About this many rows are in memory at once: 10 to 100 MB, by the columns asked for."""
 
 INSTANCE_KEY = ("group", "seq", "src_rank", "dst_rank")
 """Columns that together name a sync instance."""
