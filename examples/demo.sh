@@ -10,7 +10,9 @@ out="${1:-demo-out}"
 mkdir -p "$out"
 export KINETO_LOG_LEVEL="${KINETO_LOG_LEVEL:-99}" # the profiler's own chatter
 
-say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
+bold='' plain=''
+if [[ -t 1 ]]; then bold=$'\033[1m' plain=$'\033[0m'; fi
+say() { printf '\n%s%s%s\n' "$bold" "$*" "$plain"; }
 explain() { printf '  %s\n' "$@"; }
 run() {
     printf '\n$'
