@@ -206,10 +206,11 @@ def critical_path(
         ("", "time", "share"),
         [
             ("length", *part(path.length_ns)),
-            ("computation", *part(path.compute_ns)),
+            ("computation", *part(path.compute_ns - path.inner_idle_ns)),
+            ("idle between kernels", *part(path.inner_idle_ns)),
             ("transfer", *part(path.transfer_ns)),
             ("unmatched communication", *part(path.unmatched_ns)),
-            ("idle gaps", *part(path.gap_ns)),
+            ("other idle gaps", *part(path.gap_ns)),
             ("before the path starts", *part(path.lead_in_ns)),
         ],
     )
@@ -221,20 +222,28 @@ def critical_path(
         print()
         table(
             f"by {column}",
-            (column, "segments", "busy", "gaps before", "share"),
+            (column, "segments", "busy", "idle inside", "gaps before", "share"),
             [
-                (value, count, format_ns(busy), format_ns(gap), f"{share:.1%}")
-                for value, count, busy, gap, share in shares.head(limit).rows()
+                (
+                    value,
+                    count,
+                    format_ns(busy - idle),
+                    format_ns(idle),
+                    format_ns(gap),
+                    f"{share:.1%}",
+                )
+                for value, count, busy, idle, gap, share in shares.head(limit).rows()
             ],
         )
     print()
     table(
         "longest segments",
-        ("rank", "index", "kind", "name", "group", "seq", "busy", "gap before"),
+        ("rank", "index", "kind", "name", "group", "seq", "busy", "idle inside", "gap before"),
         [
             (
                 *(node[name] for name in ("rank", "index", "kind", "name", "group", "seq")),
-                format_ns(node["busy_ns"]),
+                format_ns(node["busy_ns"] - node["inner_idle_ns"]),
+                format_ns(node["inner_idle_ns"]),
                 format_ns(node["gap_ns"]),
             )
             for node in path.longest(limit).iter_rows(named=True)
@@ -266,7 +275,7 @@ def predict(trace: Calibrated, json: Json = False) -> None:
     print()
     table(
         "where each rank spends the window",
-        ("rank", "busy", "waiting", "idle"),
+        ("rank", "busy", "waiting", "idle", "of busy: idle between kernels"),
         [
             (rank, *(f"{ns / window:.1%}" for ns in times))
             for rank, *times in prediction.ranks.rows()

@@ -35,17 +35,21 @@ class CriticalPath:
         length_ns: last end minus first start over all ranks.
         lead_in_ns: from the first start of any rank to the start of the path.
         compute_ns: computation and copies on the path.
+        inner_idle_ns: the part of compute_ns in which the device did nothing: gaps between the
+            kernels of a span, where the trace tells (`x_busy_ns`).
         transfer_ns: communication on the path, without waiting.
         unmatched_ns: communication whose partners were not recorded, waiting included.
         gap_ns: idle time on the path (launch gaps, host delays).
         hops: how often the path changes ranks.
         segments: id, rank, index, stream, kind, name, group (its name), seq, step, phase,
-            transfer_source, start_ns, busy_ns, gap_ns (before the segment); in time order.
+            transfer_source, start_ns, busy_ns, inner_idle_ns (part of busy_ns), gap_ns (before
+            the segment); in time order.
     """
 
     length_ns: int
     lead_in_ns: int
     compute_ns: int
+    inner_idle_ns: int
     transfer_ns: int
     unmatched_ns: int
     gap_ns: int
@@ -53,10 +57,10 @@ class CriticalPath:
     segments: pl.DataFrame
 
     def shares(self, column: ShareColumn) -> pl.DataFrame:
-        """Columns: the given one, segments, busy_ns, gap_ns, share of the length; largest first."""
+        """The column, segments, busy_ns, inner_idle_ns, gap_ns, share of the length; largest first."""
         return (
             self.segments.group_by(column, maintain_order=True)
-            .agg(segments=pl.len(), busy_ns=pl.col("busy_ns").sum(), gap_ns=pl.col("gap_ns").sum())
+            .agg(pl.len().alias("segments"), pl.col("busy_ns", "inner_idle_ns", "gap_ns").sum())
             .with_columns(
                 share=(pl.col("busy_ns") + pl.col("gap_ns")) / max(self.length_ns, 1),
             )
@@ -75,6 +79,7 @@ class CriticalPath:
             "length_ns": self.length_ns,
             "lead_in_ns": self.lead_in_ns,
             "compute_ns": self.compute_ns,
+            "inner_idle_ns": self.inner_idle_ns,
             "transfer_ns": self.transfer_ns,
             "unmatched_ns": self.unmatched_ns,
             "gap_ns": self.gap_ns,
@@ -145,6 +150,7 @@ def _cut(graph: Graph, timing: Timing, rows: pl.DataFrame, trace: Trace) -> Crit
         length_ns=timing.makespan_ns,
         lead_in_ns=int(reached_start[0] - timing.start_ns.min()),
         compute_ns=int(busy[computes].sum()),
+        inner_idle_ns=int(segments["inner_idle_ns"].sum()),
         transfer_ns=int(busy[transfers].sum()),
         unmatched_ns=int(busy[~computes & ~transfers].sum()),
         gap_ns=int(gap.sum()),
@@ -153,11 +159,22 @@ def _cut(graph: Graph, timing: Timing, rows: pl.DataFrame, trace: Trace) -> Crit
     )
 
 
+def inner_idle(columns: Sequence[str]) -> pl.Expr:
+    """How long the device did nothing within a span; 0 where the trace does not tell."""
+    if "x_busy_ns" not in columns:
+        return pl.lit(0, dtype=pl.Int64)
+    local = pl.col("kind").cast(pl.String).is_in([kind.value for kind in LOCAL_KINDS])
+    idle = pl.when(local).then(pl.col("dur_ns") - pl.col("x_busy_ns")).otherwise(0)
+    return idle.fill_null(0).clip(lower_bound=0).cast(pl.Int64)
+
+
 def _describe(rows: pl.DataFrame, trace: Trace) -> pl.DataFrame:
     """What the rows are called, with the names of their groups."""
     names = {group.id: group.name for group in trace.header.groups}
     columns = ["id", "rank", "index", "stream", "kind", "name", "group", "seq", "step", "phase"]
-    return rows.select(*columns, "transfer_source").with_columns(
+    return rows.select(
+        *columns, "transfer_source", inner_idle_ns=inner_idle(rows.columns)
+    ).with_columns(
         pl.col("kind", "name", "phase", "transfer_source").cast(pl.String),
         pl.col("group").replace_strict(names, default=None, return_dtype=pl.String),
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import polars as pl
 
-from prismcalib.paths import CriticalPath, calibrated_trace, critical_path
+from prismcalib.paths import CriticalPath, calibrated_trace, critical_path, inner_idle
 from prismtrace.schema import LOCAL_KINDS
 from prismtrace.trace import Trace
 
@@ -27,7 +27,8 @@ class Prediction:
             the whole window if the trace has no steps.
         ranks: rank, busy_ns (computing, copying or transferring on any stream), wait_ns
             (nothing but waiting for other ranks), gap_ns (nothing at all); they add up to
-            the window.
+            the window. And inner_idle_ns: idle time inside the spans that count as busy
+            (launch gaps between kernels), summed over streams.
         basis: share of the critical path that rests on each kind of knowledge, largest
             first; the shares add up to 1.
     """
@@ -67,7 +68,13 @@ def predict(
     trace = calibrated_trace(source)
     path = critical_path(trace)
     nodes = trace.nodes.select(
-        "rank", "step", "kind", "start_ns", "wait_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns")
+        "rank",
+        "step",
+        "kind",
+        "start_ns",
+        "wait_ns",
+        end_ns=pl.col("start_ns") + pl.col("dur_ns"),
+        inner_idle_ns=inner_idle(trace.nodes.collect_schema().names()),
     ).collect()
     return Prediction(
         window_ns=path.length_ns,
@@ -97,11 +104,17 @@ def _ranks(nodes: pl.DataFrame, window_ns: int) -> pl.DataFrame:
     ready = pl.col("start_ns") + pl.col("wait_ns").fill_null(0)
     busy = _covered(nodes.select("rank", "end_ns", begin_ns=ready))
     occupied = _covered(nodes.select("rank", "end_ns", begin_ns="start_ns"))
-    return busy.join(occupied, on="rank", suffix="_all").select(
-        "rank",
-        busy_ns="covered_ns",
-        wait_ns=pl.col("covered_ns_all") - pl.col("covered_ns"),
-        gap_ns=window_ns - pl.col("covered_ns_all"),
+    inner = nodes.group_by("rank").agg(pl.col("inner_idle_ns").sum())
+    return (
+        busy.join(occupied, on="rank", suffix="_all", maintain_order="left")
+        .join(inner, on="rank", maintain_order="left")
+        .select(
+            "rank",
+            busy_ns="covered_ns",
+            wait_ns=pl.col("covered_ns_all") - pl.col("covered_ns"),
+            gap_ns=window_ns - pl.col("covered_ns_all"),
+            inner_idle_ns="inner_idle_ns",
+        )
     )
 
 
@@ -128,10 +141,11 @@ def _basis(path: CriticalPath) -> dict[str, float]:
             .otherwise(pl.lit("transfer, ") + pl.col("transfer_source"))
         )
         .group_by("source")
-        .agg(pl.col("busy_ns").sum())
+        .agg(pl.col("busy_ns").sum() - pl.col("inner_idle_ns").sum())
         .rows()
     )
-    times = {**dict(known), "idle gaps, as recorded": path.gap_ns + path.lead_in_ns}
+    idle = path.gap_ns + path.lead_in_ns + path.inner_idle_ns
+    times = {**dict(known), "idle gaps, as recorded": idle}
     length = max(path.length_ns, 1)
     shares = {name: time / length for name, time in times.items() if time}
     return dict(sorted(shares.items(), key=lambda item: (-item[1], item[0])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -48,9 +49,11 @@ def atomic_output(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise _output_error(target, error) from error
     except Exception as error:
         # Polars wraps the operating system's error into its own types.
-        if "os error 28" in str(error) or "No space left" in str(error):
-            raise _output_error(target, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) from error
-        raise
+        code = re.search(r"\(os error (\d+)\)", str(error))
+        if code is None:
+            raise
+        wrapped = OSError(int(code[1]), os.strerror(int(code[1])))
+        raise _output_error(target, wrapped) from error
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()
