@@ -37,7 +37,8 @@ explain "From durations and dependencies alone the recorded time comes out again
 
 say "4. Critical path: what would have to be faster for the step to be shorter"
 run prismcalib critical-path "$out/aligned.parquet"
-explain "Rank 2 holds most of the path, for it computes on the long sequences; the others wait."
+explain "Rank 2 should hold most of the path, for it computes on the long sequences while the others" \
+    "wait. On fewer cores than ranks, whom the operating system let wait shows up as well."
 
 say "5. Export: the same timeline for your eyes"
 run prismtrace export "$out/aligned.parquet" --to perfetto -o "$out/aligned.json.gz"
