@@ -1,0 +1,1 @@
+"""PyTorch profiler (Kineto) traces: reading them, whatever wrote or broke them."""
