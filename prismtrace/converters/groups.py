@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from prismtrace.converters.kineto.carried import CommOp
@@ -31,14 +32,22 @@ class GroupKey:
     ranks: Ranks
     name: str
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Looked up once a communication; hashing thousands of ranks each time would show.
+        return hash((self.name, self.ranks))
+
 
 @dataclass(frozen=True)
 class NamedGroup:
-    """A group as one rank's file lists it."""
+    """A group as one rank's file lists it; `ranks` is null when they are not listed."""
 
     name: str
     desc: str
-    ranks: Ranks
+    ranks: Ranks | None
 
 
 def read_groups_file(path: Path) -> dict[str, Ranks]:
@@ -74,6 +83,11 @@ class GroupBook:
     _local: dict[tuple[int, Ranks], list[int]] = field(default_factory=dict)
     """(rank, ranks) -> process-local group numbers in order of first use."""
     _of_rank: dict[int, list[GroupKey]] = field(default_factory=dict)
+    assumed: GroupKey = field(init=False)
+    """The group of all ranks, given to communications that say nothing about theirs."""
+
+    def __post_init__(self) -> None:
+        self.assumed = GroupKey(tuple(range(self.world_size)), "world")
 
     @classmethod
     def build(
@@ -90,6 +104,9 @@ class GroupBook:
             listed: rank -> groups in its file.
             given: groups that the user named.
             counts: assumptions are counted here.
+
+        Raises:
+            GroupError: a group has ranks outside the world.
         """
         book = cls(world_size, counts)
         for name, ranks in given.items():
@@ -100,6 +117,14 @@ class GroupBook:
         return book
 
     def _add(self, name: str, rank: int, key: GroupKey, desc: str) -> None:
+        outside = [member for member in key.ranks if not 0 <= member < self.world_size]
+        if outside:
+            raise GroupError(
+                f"process group {name!r} has ranks {format_ranks(outside)} outside the world of "
+                f"{self.world_size} ranks",
+                where=f"rank {rank}",
+                hint="convert the files of one job only; ranks in --groups count from 0",
+            )
         entries = self._named.setdefault((name, rank), [])
         if key not in entries:
             entries.append(key)
@@ -111,7 +136,7 @@ class GroupBook:
         """The group of one communication of a rank.
 
         Raises:
-            GroupError: none or several fit.
+            GroupError: none or several fit, or it has ranks outside the world.
         """
         if comm.group_name is not None:
             return self._by_name(rank, comm, comm.group_name)
@@ -152,8 +177,9 @@ class GroupBook:
         ]
         if not candidates and comm.group_size in (None, self.world_size):
             # Nothing in the file says otherwise: one group that spans the job.
-            self.counts["assumed-world-group"] += comm.group_size is None
-            candidates = [GroupKey(tuple(range(self.world_size)), "world")]
+            if comm.group_size is None:
+                return self.assumed
+            candidates = [GroupKey(self.assumed.ranks, self.assumed.name)]
         sets = sorted({key.ranks for key in candidates})
         if len(sets) != 1:
             raise self._refusal(
@@ -217,7 +243,12 @@ def _unified(
     by_set: dict[Ranks, dict[int, list[NamedGroup]]] = {}
     for rank in sorted(listed):
         for group in listed[rank]:
-            ranks = group.ranks or tuple(range(world_size))
+            ranks = group.ranks
+            if ranks is None and (group.name == "0" or group.desc == "default_pg"):
+                ranks = tuple(range(world_size))
+            if ranks is None:
+                counts["group-without-ranks"] += 1
+                continue
             by_set.setdefault(ranks, {}).setdefault(rank, []).append(group)
     keys: dict[tuple[int, NamedGroup], GroupKey] = {}
     for ranks, members in by_set.items():

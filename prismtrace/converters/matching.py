@@ -119,30 +119,47 @@ def match(
 def _assign_groups(comms: RankComms, book: GroupBook, keep_unmatched: bool) -> Assignment:
     count = len(comms.comm)
     assignment = Assignment([None] * count, [None] * count, [None] * count, [None] * count)
+    known: dict[int, tuple[GroupKey | None, int | None, int | None]] = {}
     for position, comm in enumerate(comms.comm):
-        assignment.nbytes[position] = comm.nbytes
-        try:
-            key = book.assign(comms.rank, comm)
-            peer = _peer(comms.rank, comm, key)
-        except GroupError:
-            if not keep_unmatched:
-                raise
-            book.counts["kept-without-group"] += 1
-            continue
+        # Equal descriptions are one object, so that each is looked up once.
+        if id(comm) not in known:
+            known[id(comm)] = _place(comms.rank, comm, book, keep_unmatched)
+        key, peer, nbytes = known[id(comm)]
         assignment.group[position] = key
         assignment.peer[position] = peer
-        if comm.share and comm.nbytes is not None:
-            assignment.nbytes[position] = comm.nbytes * len(key.ranks)
+        assignment.nbytes[position] = nbytes
+        book.counts["kept-without-group"] += key is None
+        book.counts["assumed-world-group"] += key is book.assumed
     return assignment
 
 
+def _place(
+    rank: int, comm: CommOp, book: GroupBook, keep_unmatched: bool
+) -> tuple[GroupKey | None, int | None, int | None]:
+    """Group, partner and payload of a communication; no group when it is kept without."""
+    try:
+        key = book.assign(rank, comm)
+        peer = _peer(rank, comm, key)
+    except GroupError:
+        if not keep_unmatched:
+            raise
+        return None, None, comm.nbytes
+    nbytes = comm.nbytes
+    if nbytes is not None and comm.share:
+        nbytes *= len(key.ranks)
+    return key, peer, nbytes
+
+
 def _peer(rank: int, comm: CommOp, key: GroupKey) -> int | None:
+    """Global rank of the partner; it has to be another member of the group."""
     if not comm.kind.is_p2p:
         return None
-    if comm.peer is not None:
-        return comm.peer
-    if comm.group_peer is not None and comm.group_peer < len(key.ranks):
-        return key.ranks[comm.group_peer]
+    found = [comm.peer] if comm.peer in key.ranks else []
+    if comm.group_peer is not None and 0 <= comm.group_peer < len(key.ranks):
+        found.append(key.ranks[comm.group_peer])
+    for peer in found:
+        if peer != rank:
+            return peer
     raise GroupError(
         f"{comm.kind} does not tell its partner",
         where=f"rank {rank}, group {key.name!r}",
@@ -168,10 +185,11 @@ def _sequence(matcher: _Matcher, rank: int, positions: list[int]) -> OpSequence:
 def _match_group(matcher: _Matcher, key: GroupKey, members: dict[int, list[int]]) -> None:
     ranks = sorted(members)
     sequences = {rank: _sequence(matcher, rank, members[rank]) for rank in ranks}
-    numbered = _by_id(matcher, members, sequences) or _by_order(matcher, key, sequences)
+    way, numbered = _by_id(matcher, members, sequences)
     if numbered is None:
-        return
-    _store(matcher, key, sequences, numbered)
+        way, numbered = "by-order", _by_order(matcher, key, sequences)
+    if numbered is not None:
+        matcher.counts[f"matched-{way}"] += _store(matcher, key, sequences, numbered)
 
 
 Numbers = dict[int, list[int]]
@@ -180,25 +198,49 @@ Numbers = dict[int, list[int]]
 
 def _by_id(
     matcher: _Matcher, members: dict[int, list[int]], sequences: dict[int, OpSequence]
-) -> Numbers | None:
+) -> tuple[str, Numbers | None]:
     """Instances by ``Comms Id``, else by ``Seq``; null when they are absent or contradict."""
     for attribute in ("comms_id", "seq"):
-        ids: dict[int, list[int | None]] = {}
+        name = attribute.replace("_", "-")
+        ids: dict[int, list[tuple[int | None, int]]] = {}
         for rank, positions in members.items():
             recorded: Sequence[int | None] = getattr(matcher.ranks[rank], attribute)
-            ids[rank] = [recorded[position] for position in positions]
-        if any(None in entry or len(set(entry)) != len(entry) for entry in ids.values()):
+            # Operations of a coalesced launch share a number and are told apart by their order.
+            seen: Counter[int | None] = Counter()
+            ids[rank] = []
+            for position in positions:
+                value = recorded[position]
+                ids[rank].append((value, seen[value]))
+                seen[value] += 1
+        if any(value is None for entry in ids.values() for value, _ in entry):
             continue
-        order: dict[int | None, int] = {}
+        order: dict[tuple[int | None, int], int] = {}
         for rank in sorted(ids):
-            for value in ids[rank]:
-                order.setdefault(value, len(order))
-        numbers = {rank: [order[value] for value in entry] for rank, entry in ids.items()}
-        if _ids_agree(sequences, numbers):
-            matcher.counts[f"matched-by-{attribute.replace('_', '-')}"] += len(order)
-            return numbers
-        matcher.counts[f"contradicting-{attribute.replace('_', '-')}"] += 1
-    return None
+            for entry in ids[rank]:
+                order.setdefault(entry, len(order))
+        numbers = {rank: [order[entry] for entry in entries] for rank, entries in ids.items()}
+        if _ids_agree(sequences, numbers) and not _order_is_better(sequences, numbers):
+            return f"by-{name}", numbers
+        matcher.counts[f"contradicting-{name}"] += 1
+    return "", None
+
+
+def _order_is_better(sequences: dict[int, OpSequence], numbers: Numbers) -> bool:
+    """Whether numbers leave operations alone that fit each other perfectly by position.
+
+    Some versions count differently on different ranks.
+    """
+    reference, *others = sorted(sequences)
+    if all(set(numbers[rank]) == set(numbers[reference]) for rank in others):
+        return False
+    a = sequences[reference]
+    return all(
+        len(b) == len(a)
+        and (overlay := best_overlay(a, b)).shift == 0
+        and overlay.agreeing == len(a)
+        and not overlay.violations
+        for b in (sequences[rank] for rank in others)
+    )
 
 
 def _ids_agree(sequences: dict[int, OpSequence], numbers: Numbers) -> bool:
@@ -230,13 +272,14 @@ def _by_order(matcher: _Matcher, key: GroupKey, sequences: dict[int, OpSequence]
             raise _mismatch(key, sequences[reference], sequence, best)
         shift = 0 if rank == reference else best.shift
         numbers[rank] = [k + shift for k in range(len(sequence))]
-    matcher.counts["matched-by-order"] += len(sequences[reference])
     return numbers
 
 
-def _mismatch(key: GroupKey, a: OpSequence, b: OpSequence, best: Overlay) -> AlignmentError:
+def _mismatch(
+    key: GroupKey, a: OpSequence, b: OpSequence, best: Overlay, *, p2p: bool = False
+) -> AlignmentError:
     at, bt = best.slices(a, b)
-    first = int(np.argmin(agree(a, b, at, bt, p2p=False)))
+    first = int(np.argmin(agree(a, b, at, bt, p2p=p2p)))
     return AlignmentError(
         f"communications do not match: rank {a.rank} has {len(a)}, rank {b.rank} has {len(b)} "
         f"in group {key.name!r}, and at best {best.agreeing} of {best.overlap} agree; e.g. "
@@ -249,26 +292,17 @@ def _mismatch(key: GroupKey, a: OpSequence, b: OpSequence, best: Overlay) -> Ali
 
 def _store(
     matcher: _Matcher, key: GroupKey, sequences: dict[int, OpSequence], numbers: Numbers
-) -> None:
-    """Number the instances that every recorded member has; count heads and tails."""
+) -> int:
+    """Number the instances that every recorded member has; count what is left over.
+
+    Returns:
+        How many there are.
+
+    Raises:
+        AlignmentError: they cannot have happened, or too many operations are missing.
+    """
     present = sorted(sequences)
-    common = set(numbers[present[0]]).intersection(*(numbers[rank] for rank in present[1:]))
     silent = [rank for rank in key.ranks if rank in matcher.ranks and rank not in sequences]
-    if silent:
-        common = set()
-    order = [n for n in numbers[present[0]] if n in common]
-    dense = {number: k for k, number in enumerate(order)}
-    _check_times(matcher, key, sequences, numbers, dense)
-    for rank in present:
-        assignment = matcher.assignments[rank]
-        known = [n for n in numbers[rank] if n in common]
-        head = numbers[rank].index(known[0]) if known else 0
-        for k, (position, number) in enumerate(
-            zip(sequences[rank].positions, numbers[rank], strict=True)
-        ):
-            assignment.seq[position] = dense.get(number)
-            if number not in common:
-                matcher.counts["unmatched-head" if k < head else "unmatched-tail"] += 1
     if silent and not matcher.keep_unmatched:
         raise AlignmentError(
             f"ranks {format_ranks(silent)} recorded no communication in group {key.name!r}, "
@@ -276,6 +310,29 @@ def _store(
             where=f"group {key.name!r}",
             hint="the traces are of different steps, or communication events were dropped",
         )
+    common = set(numbers[present[0]]).intersection(*(numbers[rank] for rank in present[1:]))
+    if silent:
+        common = set()
+    dense = {n: k for k, n in enumerate(n for n in numbers[present[0]] if n in common)}
+    _check_times(matcher, key, sequences, numbers, dense)
+    for rank in present:
+        assignment = matcher.assignments[rank]
+        known = [k for k, number in enumerate(numbers[rank]) if number in common]
+        first, last = (known[0], known[-1]) if known else (0, -1)
+        inside = last - first + 1 - len(known)
+        matcher.counts["unmatched-head"] += first
+        matcher.counts["unmatched-inside"] += inside
+        matcher.counts["unmatched-tail"] += len(numbers[rank]) - 1 - last
+        if inside > _MAX_IMPOSSIBLE * len(known) and not matcher.keep_unmatched:
+            raise AlignmentError(
+                f"{inside} communications of rank {rank} in group {key.name!r} are missing on "
+                f"other ranks, between {len(known)} that are not",
+                where=f"rank {rank}, group {key.name!r}",
+                hint="events were sampled or dropped; profile with every event kept",
+            )
+        for position, number in zip(sequences[rank].positions, numbers[rank], strict=True):
+            assignment.seq[position] = dense.get(number)
+    return len(dense)
 
 
 def _check_times(
@@ -336,7 +393,7 @@ def _match_pair(
         if matcher.keep_unmatched:
             matcher.counts["kept-unmatched"] += len(sends) + len(recvs)
             return
-        raise _mismatch(key, sends, recvs, best)
+        raise _mismatch(key, sends, recvs, best, p2p=True)
     at, bt = best.slices(sends, recvs)
     for sequence, chosen in ((sends, at), (recvs, bt)):
         assignment = matcher.assignments[sequence.rank]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import glob
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,8 +21,15 @@ from prismtrace import __version__
 from prismtrace.converters.groups import GroupBook, GroupKey, read_groups_file
 from prismtrace.converters.kineto.rank import RankOptions, RankTrace, convert_rank
 from prismtrace.converters.matching import Assignment, match
+from prismtrace.converters.parts import disk_errors, workspace
 from prismtrace.converters.workers import run_tasks
-from prismtrace.errors import InputFileError, OutputError, RankError, ValidationError
+from prismtrace.errors import (
+    InputFileError,
+    OutputError,
+    RankError,
+    TraceError,
+    ValidationError,
+)
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import ClockDomain, Kind, ProcessGroup, TraceHeader, TraceKind
 from prismtrace.trace import node_ids, write_nodes
@@ -32,10 +38,14 @@ __all__ = ["ConvertReport", "convert"]
 
 PathLike = str | os.PathLike[str]
 
-_INFORMATIVE = ("events", "kept", "matched-", "edge-", "outside-steps")
+# Counts that tell what was done, not what was wrong.
+_INFORMATIVE = ("events", "kept", "outside-steps", "shared-correlation", "coalesced-launch")
+_INFORMATIVE_PREFIX = ("matched-", "edge-")
 # Event kinds that conversion never uses; dropping them is no repair.
 _UNUSED = ("dropped-flow", "dropped-instant", "dropped-metadata", "dropped-trace-span")
 _UNUSED_PREFIX = ("dropped-python", "dropped-gpu-user", "dropped-overhead", "dropped-category")
+
+_MOST_STREAMS = 2**15
 
 
 @dataclass(frozen=True)
@@ -111,8 +121,17 @@ def convert(
         raise ValueError(f"grain is 'communication' or 'kernel', not {grain!r}")
     if unmatched not in ("refuse", "keep"):
         raise ValueError(f"unmatched is 'refuse' or 'keep', not {unmatched!r}")
+    if keep_args and grain != "kernel":
+        raise TraceError(
+            "arguments of kernels can be kept only where every kernel is a node",
+            hint="add --grain kernel",
+        )
+    if target.exists() and any(target.samefile(path) for path in paths):
+        raise OutputError(
+            "the output is one of the inputs", where=str(target), hint="name another file"
+        )
     named = read_groups_file(Path(groups)) if groups is not None else {}
-    with _workspace(target) as folder:
+    with workspace(target) as folder:
         traces = sorted(
             _read_all(paths, given, folder, options, jobs, progress), key=lambda t: t.rank
         )
@@ -136,10 +155,11 @@ def convert(
         table, ids = book.table(used | _fallback(assignments, world_size))
         header = _header(traces, world_size, table, counts, repairs)
         streams = {label: number for number, label in header.streams.items()}
-        for trace in traces:
-            _complete(trace, assignments[trace.rank], ids, streams, world_size)
-        parts = [pl.scan_parquet(trace.nodes, glob=False) for trace in traces]
-        write_nodes(header, pl.concat(parts, how="diagonal"), target)
+        with disk_errors(target):
+            for trace in traces:
+                _complete(trace, assignments[trace.rank], ids, streams, world_size)
+            parts = [pl.scan_parquet(trace.nodes, glob=False) for trace in traces]
+            write_nodes(header, pl.concat(parts, how="diagonal"), target)
     return _report(target, header, traces, counts, repairs)
 
 
@@ -155,31 +175,46 @@ def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
     given = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
     paths: list[Path] = []
     for item in given:
-        path = Path(item)
-        if path.is_dir():
-            found = sorted(p for p in path.iterdir() if p.name.endswith((".json", ".json.gz")))
-            if not found:
-                raise InputFileError(
-                    "the folder holds no trace (.json or .json.gz)", where=str(path)
-                )
-        elif path.exists() or not glob.has_magic(str(item)):
-            found = [path]
-        else:
-            found = sorted(Path(name) for name in glob.glob(str(item), recursive=True))
-            if not found:
-                raise InputFileError("no file matches the pattern", where=str(item))
-        paths.extend(found)
+        try:
+            paths += _expand(item)
+        except OSError as error:
+            raise InputFileError(
+                f"cannot be read: {error.strerror}", where=str(item), hint="check its permissions"
+            ) from error
     if not paths:
-        raise InputFileError("no input file was given")
+        raise InputFileError("no input file was given", hint="name at least one trace")
     for path in paths:
         if not path.is_file():
-            raise InputFileError("no such file", where=str(path))
+            raise InputFileError("no such file", where=str(path), hint="check the path")
     seen: set[Path] = set()
     for path in paths:
         if path.resolve() in seen:
-            raise RankError("the file is given twice", where=str(path))
+            raise RankError("the file is given twice", where=str(path), hint="name it once")
         seen.add(path.resolve())
     return paths
+
+
+def _expand(item: PathLike) -> list[Path]:
+    path = Path(item)
+    if path.is_dir():
+        found = sorted(p for p in path.iterdir() if p.name.endswith((".json", ".json.gz")))
+        if not found:
+            raise InputFileError(
+                "the folder holds no trace (.json or .json.gz)",
+                where=str(path),
+                hint="name the folder or the files that the profiler wrote",
+            )
+        return found
+    if path.exists() or not glob.has_magic(str(item)):
+        return [path]
+    found = sorted(Path(name) for name in glob.glob(str(item), recursive=True))
+    if not found:
+        raise InputFileError(
+            "no file matches the pattern",
+            where=str(item),
+            hint="check the path, and quote patterns",
+        )
+    return found
 
 
 def _given_ranks(paths: Sequence[Path], ranks: Mapping[str, int]) -> dict[Path, int]:
@@ -195,33 +230,19 @@ def _given_ranks(paths: Sequence[Path], ranks: Mapping[str, int]) -> dict[Path, 
     return given
 
 
-class _workspace(tempfile.TemporaryDirectory[str]):  # noqa: N801 - used as a function
-    """A temporary folder beside the output, on the same disk, removed in the end."""
-
-    def __init__(self, target: Path) -> None:
-        try:
-            super().__init__(prefix=f".{target.name}.", suffix=".parts", dir=target.parent)
-        except OSError as error:
-            raise OutputError(
-                f"cannot write the result: {error.strerror}",
-                where=str(target),
-                hint="name a file in an existing folder that you may write to",
-            ) from error
-
-
 # --- first pass ---------------------------------------------------------------------------
 
 
 def _read_all(
     paths: Sequence[Path],
     given: Mapping[Path, int],
-    folder: str,
+    folder: Path,
     options: RankOptions,
     jobs: int,
     progress: Callable[[int], None] | None,
 ) -> Iterator[RankTrace]:
     tasks = [
-        (path, Path(folder) / f"{number}.parquet", options, given.get(path))
+        (path, folder / f"{number}.parquet", options, given.get(path))
         for number, path in enumerate(paths)
     ]
     jobs = min(jobs or os.cpu_count() or 1, len(tasks))
@@ -250,6 +271,7 @@ def _world_size(traces: Sequence[RankTrace], groups: Iterable[Sequence[int]]) ->
         text = ", ".join(f"{size} in {path.name}" for size, path in sorted(said.items()))
         raise RankError(
             f"files disagree about the world size: {text}",
+            where=", ".join(str(path) for _, path in sorted(said.items())[:2]),
             hint="convert the files of one job only",
         )
     highest = max(trace.rank for trace in traces)
@@ -258,7 +280,9 @@ def _world_size(traces: Sequence[RankTrace], groups: Iterable[Sequence[int]]) ->
         if highest >= size:
             worst = next(trace for trace in traces if trace.rank == highest)
             raise RankError(
-                f"rank {highest} is outside the world of {size} ranks", where=str(worst.path)
+                f"rank {highest} is outside the world of {size} ranks",
+                where=str(worst.path),
+                hint="ranks count from 0; correct it with --rank FILE=N",
             )
         return size
     listed = [max(group.ranks) for trace in traces for group in trace.groups if group.ranks]
@@ -333,6 +357,10 @@ def _header(
     repairs: dict[str, int],
 ) -> TraceHeader:
     labels = sorted({label for trace in traces for label in trace.streams}, key=_natural)
+    if len(labels) > _MOST_STREAMS:
+        raise ValidationError(
+            f"the ranks use {len(labels)} different streams; a trace holds {_MOST_STREAMS}"
+        )
     informative = {
         name: number for name, number in sorted(counts.items()) if name not in repairs and number
     }
@@ -377,7 +405,9 @@ def _repairs(counts: Counter[str]) -> dict[str, int]:
     return {
         name: number
         for name, number in sorted(counts.items())
-        if number and not name.startswith((*_INFORMATIVE, *_UNUSED_PREFIX)) and name not in _UNUSED
+        if number
+        and name not in (*_INFORMATIVE, *_UNUSED)
+        and not name.startswith((*_INFORMATIVE_PREFIX, *_UNUSED_PREFIX))
     }
 
 

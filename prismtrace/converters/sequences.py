@@ -27,6 +27,8 @@ Bools = npt.NDArray[np.bool_]
 _MAX_SHIFT = 64
 # Timestamps of different devices of one host agree to tens of µs.
 _TOLERANCE_NS = 100_000
+# Clocks of different hosts run apart by up to some tens of µs a second.
+_DRIFT = 50e-6
 _KIND_CODE = {kind: code for code, kind in enumerate(Kind)}
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(DType)}
 _OTHER = _KIND_CODE[Kind.OTHER_COMM]
@@ -56,11 +58,11 @@ class OpSequence:
 
     def describe(self, k: int) -> str:
         """The k-th operation for an error message."""
-        size = self.nbytes[k]
-        step = self.step[k]
+        size, step, dtype = self.nbytes[k], self.step[k], self.dtype[k]
         return (
             f"{list(Kind)[self.kind[k]]}"
-            + (f" of {size} bytes" if size != _UNKNOWN else "")
+            + (f" of {list(DType)[dtype]}" if dtype != _UNKNOWN else "")
+            + (f", {size} bytes," if size != _UNKNOWN else "")
             + (f" in step {step}" if step != _UNKNOWN else "")
         )
 
@@ -125,10 +127,14 @@ def violations(a: OpSequence, b: OpSequence, at: Ints | slice, bt: Ints | slice)
     """
     low = a.start[at] - b.end[bt] - _TOLERANCE_NS
     high = a.end[at] - b.start[bt] + _TOLERANCE_NS
-    if a.host is not None and a.host == b.host:
+    if _one_clock(a, b):
         fitting = int(((low <= 0) & (high >= 0)).sum())
+    elif len(low) == 0:
+        fitting = 0
     else:
-        low, high = np.sort(low), np.sort(high)
+        ends = a.end[at]
+        drift = (np.abs(ends - (ends[0] + ends[-1]) // 2) * _DRIFT).astype(np.int64)
+        low, high = np.sort(low - drift), np.sort(high + drift)
         opened = np.arange(1, len(low) + 1)
         closed = np.searchsorted(high, low, side="left")
         fitting = int((opened - closed).max(initial=0))
@@ -158,36 +164,50 @@ def _overlap(a: int, b: int, shift: int) -> tuple[slice, slice]:
 def best_overlay(a: OpSequence, b: OpSequence, *, p2p: bool = False) -> Overlay:
     """The overlay on which most operations look alike and could have happened together.
 
-    Equally good ones are told apart by how constant the difference between ends is, then by
-    the smallest shift. Sends may end before their recv starts (the backend buffers), so p2p
-    goes by looks alone.
+    Equally good ones are told apart by how constant the difference between ends is (on one
+    clock: how small), then by the smallest shift. Sends may end before their recv starts (the
+    backend buffers), so p2p goes by looks alone.
     """
-    reach = min(max(len(a), len(b)), _MAX_SHIFT + abs(len(a) - len(b)))
-    tried: list[tuple[float, ...]] = []
-    overlays: list[Overlay] = []
-    for shift in sorted(range(-reach, reach + 1), key=lambda d: (abs(d), d)):
+    longest = max(len(a), len(b))
+    tried: list[tuple[int, int, int, int, int]] = []
+    for shift in _shifts(a, b):
         at, bt = _overlap(len(a), len(b), shift)
         size = at.stop - at.start
-        if size == 0:
-            continue
-        agreeing = int(agree(a, b, at, bt, p2p=p2p).sum())
+        if size > 0:
+            agreeing = int(agree(a, b, at, bt, p2p=p2p).sum())
+            # Operations that look different or are left without a partner.
+            tried.append((longest - agreeing, abs(shift), shift, size, agreeing))
+    best = Overlay(0, 0, 0, 0)
+    best_cost: tuple[float, ...] | None = None
+    for cost, _, shift, size, agreeing in sorted(tried):
+        if best_cost is not None and (cost > best_cost[0] or best_cost == (cost, 0, 0.0)):
+            break
+        at, bt = _overlap(len(a), len(b), shift)
         wrong = 0 if p2p else violations(a, b, at, bt)
-        overlays.append(Overlay(shift, size, agreeing, wrong))
-        tried.append(
-            (
-                # Operations that fail in either way, or are left without a partner.
-                size - agreeing + wrong + (max(len(a), len(b)) - size),
-                size - agreeing,
-                _spread(a, b, at, bt) if size > 3 else 0.0,
-            )
-        )
-        if shift == 0 and len(a) == len(b) and agreeing == size and not wrong:
-            return overlays[-1]
-    if not overlays:
-        return Overlay(0, 0, 0, 0)
-    return overlays[min(range(len(tried)), key=lambda i: tried[i])]
+        found = (cost + wrong, size - agreeing, _spread(a, b, at, bt) if size > 3 else 0.0)
+        if best_cost is None or found < best_cost:
+            best, best_cost = Overlay(shift, size, agreeing, wrong), found
+        if shift == 0 and size == longest and found[:2] == (0, 0):
+            break
+    return best
+
+
+def _shifts(a: OpSequence, b: OpSequence) -> list[int]:
+    """Shifts worth trying: small ones, and those at which equal step numbers meet."""
+    reach = min(max(len(a), len(b)), _MAX_SHIFT + abs(len(a) - len(b)))
+    shifts = set(range(-reach, reach + 1))
+    for step in np.intersect1d(a.step, b.step):
+        if step != _UNKNOWN:
+            meeting = int(np.argmax(a.step == step) - np.argmax(b.step == step))
+            shifts |= set(range(meeting - 2, meeting + 3))
+    return sorted(shifts, key=lambda shift: (abs(shift), shift))
+
+
+def _one_clock(a: OpSequence, b: OpSequence) -> bool:
+    return a.host is not None and a.host == b.host
 
 
 def _spread(a: OpSequence, b: OpSequence, at: slice, bt: slice) -> float:
     difference = a.end[at] - b.end[bt]
-    return float(np.median(np.abs(difference - np.median(difference))))
+    centre = 0.0 if _one_clock(a, b) else np.median(difference)
+    return float(np.median(np.abs(difference - centre)))

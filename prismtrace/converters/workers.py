@@ -7,11 +7,12 @@ Here a worker is a fresh interpreter that runs this module and nothing of the ca
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -25,13 +26,18 @@ Result = TypeVar("Result")
 class _Worker:
     """One interpreter that answers pickled tasks, one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int) -> None:
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
             "from prismtrace.converters.workers import serve; serve()"
         )
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Ctrl-C is for this process; it stops its workers.
+            process_group=0,
+            env={"POLARS_MAX_THREADS": str(threads), **os.environ},
         )
 
     def call(self, function: Callable[..., Result], arguments: Sequence[Any]) -> Result:
@@ -64,7 +70,7 @@ class _Worker:
 def run_tasks(
     function: Callable[..., Result], tasks: Sequence[Sequence[Any]], jobs: int
 ) -> Iterator[Result]:
-    """Results of ``function(*task)`` as they are ready.
+    """Results of ``function(*task)`` in the order of the tasks.
 
     Args:
         function: importable by name.
@@ -79,7 +85,8 @@ def run_tasks(
         for task in tasks:
             yield function(*task)
         return
-    workers = [_Worker() for _ in range(jobs)]
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    workers = [_Worker(threads) for _ in range(jobs)]
     idle: SimpleQueue[_Worker] = SimpleQueue()
     for worker in workers:
         idle.put(worker)
@@ -94,7 +101,7 @@ def run_tasks(
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(run, task) for task in tasks]
         try:
-            for future in as_completed(futures):
+            for future in futures:
                 yield future.result()
         finally:
             for future in futures:

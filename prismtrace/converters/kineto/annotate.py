@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Sequence
+from functools import cache
 
 import polars as pl
 
@@ -28,7 +30,7 @@ Range = tuple[int, int, int]
 """(start, end, number)."""
 
 
-def step_ranges(file: KinetoFile, step_from: str) -> list[Range]:
+def step_ranges(file: KinetoFile, step_from: str, counts: Counter[str]) -> list[Range]:
     """The training steps of a file as (start, end, number), by start.
 
     Args:
@@ -37,6 +39,7 @@ def step_ranges(file: KinetoFile, step_from: str) -> list[Range]:
             step), ``auto`` (the former if there, else the latter) or a pattern for the
             names of annotations; its first group, if any, is the step's number, otherwise
             they are counted from 0.
+        counts: numbers that had to be replaced are counted here.
 
     Raises:
         StepError: the wanted ranges are not in the file, or the pattern is invalid.
@@ -48,7 +51,7 @@ def step_ranges(file: KinetoFile, step_from: str) -> list[Range]:
         compiled = re.compile(pattern)
     except re.error as error:
         raise StepError(f"--step-from {step_from!r} is no valid pattern: {error}") from error
-    found = _named_ranges(file, compiled)
+    found = _named_ranges(file, compiled, counts)
     if found:
         return found
     if step_from == "auto":
@@ -61,35 +64,30 @@ def step_ranges(file: KinetoFile, step_from: str) -> list[Range]:
     )
 
 
-def _named_ranges(file: KinetoFile, pattern: re.Pattern[str]) -> list[Range]:
+def _named_ranges(file: KinetoFile, pattern: re.Pattern[str], counts: Counter[str]) -> list[Range]:
     notes = _annotations(file).sort("start_ns")
     found: list[Range] = []
     for name, start, duration in notes.select("name", "start_ns", "dur_ns").iter_rows():
         match = pattern.search(name)
         if match is not None:
             number = match[1] if match.groups() else None
-            found.append(
-                (
-                    start,
-                    start + duration,
-                    int(number) if number and number.isdigit() else len(found),
-                )
-            )
+            known = number is not None and number.isdecimal() and int(number) < 2**31
+            found.append((start, start + duration, int(number or 0) if known else len(found)))
+    numbers = [number for *_, number in found]
+    if numbers != sorted(numbers):
+        # Steps of a trace ascend in time; the names do not, so they are of no use.
+        counts["renumbered-steps"] += len(found)
+        return [(start, end, k) for k, (start, end, _) in enumerate(found)]
     return found
 
 
 def _annotations(file: KinetoFile) -> pl.DataFrame:
     """User annotations and, for files of 2021, the operators that played their part."""
-    name = pl.col("name").cast(pl.String)
-    category = pl.col("cat").cast(pl.String)
-    return (
-        file.events.filter(
-            (category == "user_annotation")
-            | ((category == "cpu_op") & name.str.starts_with("ProfilerStep#"))
-        )
-        .select("start_ns", "dur_ns", "tid", name=name)
-        .filter(~pl.col("name").str.contains("^(?:nccl|gloo):"))
-    )
+    name, category = pl.col("name"), pl.col("cat")
+    return file.events.filter(
+        ((category == "user_annotation") & ~name.str.contains("^(?:nccl|gloo):"))
+        | ((category == "cpu_op") & name.str.starts_with("ProfilerStep#"))
+    ).select("start_ns", "dur_ns", "tid", "name")
 
 
 def _annotation_names(file: KinetoFile) -> list[str]:
@@ -97,60 +95,65 @@ def _annotation_names(file: KinetoFile) -> list[str]:
 
 
 def annotate(ops: IssuedOps, file: KinetoFile, step_from: str, counts: Counter[str]) -> None:
-    """Fill `ops.step` and `ops.phase` by launch time (start time where there is no launch)."""
-    steps = step_ranges(file, step_from)
+    """Fill `ops.step` and `ops.phase` by when each operation was issued."""
+    steps = step_ranges(file, step_from, counts)
     step_starts = [start for start, _, _ in steps]
-    phases = _PhaseRanges(file)
     outside = 0
-    for position in range(len(ops)):
-        launch = ops.launch_ns[position]
-        at = launch if launch is not None else ops.start_ns[position]
+    for position, at in enumerate(ops.issue_ns):
         index = bisect_right(step_starts, at) - 1
         if index >= 0 and at <= steps[index][1]:
             ops.step[position] = steps[index][2]
         else:
             outside += 1
-        if launch is not None:
-            ops.phase[position] = phases.at(launch, ops.launch_tid[position])
     counts["outside-steps"] += outside
+    phases = _phase_ranges(file)
+    launched: dict[int | None, list[int]] = {}
+    for position, launch in enumerate(ops.launch_ns):
+        if launch is not None:
+            launched.setdefault(ops.launch_tid[position], []).append(position)
+    for tid, positions in launched.items():
+        _annotate_phases(ops, positions, phases.get(tid, []))
 
 
-class _PhaseRanges:
-    """Ranges that tell the phase; the innermost one around a launch decides."""
+PhaseRange = tuple[int, int, Phase]
+"""(start, end, phase)."""
 
-    def __init__(self, file: KinetoFile) -> None:
-        name = pl.col("name").cast(pl.String)
-        backward = file.events.filter(
-            (pl.col("cat").cast(pl.String) == "cpu_op") & name.str.starts_with(_BACKWARD_OP)
-        ).select("start_ns", "dur_ns", "tid", name=name)
-        ranges: list[tuple[int, int, int | None, Phase]] = []
-        for text, start, duration, tid in (
-            pl.concat([backward, _annotations(file).select(backward.columns)])
-            .select("name", "start_ns", "dur_ns", "tid")
-            .iter_rows()
-        ):
-            phase = (
-                Phase.BACKWARD
-                if text.startswith(_BACKWARD_OP)
-                else next((found for rule, found in _PHASES if rule.search(text)), None)
-            )
-            if phase is not None:
-                ranges.append((start, start + duration, tid, phase))
-        self._by_thread: dict[int | None, list[tuple[int, int, Phase]]] = {}
-        for start, end, tid, phase in sorted(ranges, key=lambda item: item[0]):
-            self._by_thread.setdefault(tid, []).append((start, end, phase))
-        self._starts = {
-            tid: [start for start, _, _ in entries] for tid, entries in self._by_thread.items()
-        }
 
-    def at(self, time_ns: int, tid: int | None) -> Phase | None:
-        """Phase of a launch. Nesting is shallow: a look at a few earlier ranges is enough."""
-        starts = self._starts.get(tid)
-        if starts is None:
-            return None
-        entries = self._by_thread[tid]
-        last = bisect_right(starts, time_ns)
-        for start, end, phase in reversed(entries[max(0, last - 16) : last]):
-            if start <= time_ns <= end:
-                return phase
-        return None
+def _phase_ranges(file: KinetoFile) -> dict[int | None, list[PhaseRange]]:
+    """Ranges of each thread that tell the phase, by start; an enclosing one comes first."""
+    backward = file.events.filter(
+        (pl.col("cat") == "cpu_op") & pl.col("name").str.starts_with(_BACKWARD_OP)
+    ).select("start_ns", "dur_ns", "tid", "name")
+    ranges = pl.concat([backward, _annotations(file)]).sort(
+        "start_ns", "dur_ns", descending=[False, True], maintain_order=True
+    )
+    found: dict[int | None, list[PhaseRange]] = {}
+    for start, duration, tid, name in ranges.iter_rows():
+        phase = _phase_of(name)
+        if phase is not None:
+            found.setdefault(tid, []).append((start, start + duration, phase))
+    return found
+
+
+@cache
+def _phase_of(name: str) -> Phase | None:
+    if name.startswith(_BACKWARD_OP):
+        return Phase.BACKWARD
+    return next((phase for rule, phase in _PHASES if rule.search(name)), None)
+
+
+def _annotate_phases(
+    ops: IssuedOps, positions: Sequence[int], ranges: Sequence[PhaseRange]
+) -> None:
+    """The innermost range around a launch decides; both ascend in time."""
+    open_ranges: list[PhaseRange] = []
+    upcoming = 0
+    for position in positions:
+        at = ops.issue_ns[position]
+        while upcoming < len(ranges) and ranges[upcoming][0] <= at:
+            open_ranges.append(ranges[upcoming])
+            upcoming += 1
+        while open_ranges and open_ranges[-1][1] < at:
+            open_ranges.pop()
+        if open_ranges:
+            ops.phase[position] = open_ranges[-1][2]

@@ -124,10 +124,16 @@ def _describe(
         local_seq=row["seq"] if row.get("seq") is not None else _integer(concrete, 1),
         comms_id=row.get("comms_id"),
         peer=peer if kind.is_p2p else None,
-        group_peer=(row.get("peer") if row.get("peer") is not None else peer_in_name(note or ""))
-        if kind.is_p2p
-        else None,
+        group_peer=_group_peer(row, concrete, note) if kind.is_p2p else None,
     )
+
+
+def _group_peer(row: Row, concrete: Sequence[str], note: str | None) -> int | None:
+    """The partner's rank within the group: from metadata, the annotation, or the arguments."""
+    if row.get("peer") is not None:
+        return int(row["peer"])
+    named = peer_in_name(note or "")
+    return _integer(concrete, 3) if named is None else named
 
 
 def _elements(kind: Kind, row: Row) -> int | None:

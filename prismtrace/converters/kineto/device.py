@@ -7,6 +7,7 @@ time and thread give the issue order and the CPU-side records that enclose the l
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 
 import polars as pl
@@ -28,12 +29,12 @@ def gpu_operations(file: KinetoFile, counts: Counter[str]) -> pl.DataFrame:
     dur_ns, correlation, bytes, launch_ns and launch_tid (null without a launch record).
     """
     events = file.events
-    gpu = events.filter(pl.col("cat").cast(pl.String).is_in(GPU_CATEGORIES)).with_columns(
+    gpu = events.filter(pl.col("cat").is_in(GPU_CATEGORIES)).with_columns(
         pl.col("stream").fill_null(pl.col("tid")).fill_null(0)
     )
     launches = (
         events.filter(
-            pl.col("cat").cast(pl.String).is_in(_RUNTIME_CATEGORIES)
+            pl.col("cat").is_in(_RUNTIME_CATEGORIES)
             & pl.col("correlation").is_not_null()
             & (pl.col("correlation") != 0)
         )
@@ -115,8 +116,8 @@ def communications(
 
     More than one means a coalesced launch (`batch_isend_irecv`).
     """
-    names = ops.get_column("name").cast(pl.String).to_list()
-    comm = [position for position, name in enumerate(names) if _may_communicate(name, patterns)]
+    names = ops.get_column("name").to_list()
+    comm = [position for position, name in enumerate(names) if patterns.kind(name) is not None]
     described = {row["row"]: row for row in file.comms.iter_rows(named=True)}
     comm += [
         position
@@ -127,15 +128,14 @@ def communications(
     if not comm:
         return {}
     events = file.events
-    text = events.get_column("name").cast(pl.String)
-    records = events.filter(text == "record_param_comms")
+    records = events.filter(pl.col("name") == "record_param_comms")
     notes = events.filter(
-        text.str.starts_with("nccl:") & (pl.col("cat").cast(pl.String) == "user_annotation")
+        (pl.col("cat") == "user_annotation") & pl.col("name").str.starts_with("nccl:")
     )
     points = ops.select(key="op", tid="launch_tid", at_ns="launch_ns")[comm]
     record_of = dict(enclosing(points, records).iter_rows())
     note_of = dict(enclosing(points, notes).iter_rows())
-    note_names = dict(notes.select("row", pl.col("name").cast(pl.String)).iter_rows())
+    note_names = dict(notes.select("row", "name").iter_rows())
     waiting = _PendingRecords(records, described, counts)
     found: dict[int, list[CommOp]] = {}
     rows = ops.select("row", "launch_tid", "launch_ns").rows()
@@ -162,10 +162,6 @@ def communications(
     return found
 
 
-def _may_communicate(name: str, patterns: CommPatterns) -> bool:
-    return patterns.kind(name) is not None
-
-
 def _carries_collective(row: dict[str, object]) -> bool:
     return row.get("collective") not in (None, "wait", "init")
 
@@ -184,23 +180,26 @@ class _PendingRecords:
         counts: Counter[str],
     ) -> None:
         self._by_tid: dict[int, list[tuple[int, dict[str, object]]]] = {}
-        self._last_launch: dict[int, int] = {}
+        self._done: dict[int, int] = {}
+        """Thread -> how many of its records belong to launches up to the last one."""
         self._counts = counts
         for row, tid, start_ns in records.select("row", "tid", "start_ns").sort("start_ns").rows():
-            if row in described and _carries_collective(described[row]):
-                self._by_tid.setdefault(tid, []).append((start_ns, described[row]))
+            record = described.get(row)
+            # Within one rank nothing is launched.
+            if record and _carries_collective(record) and record.get("group_size") != 1:
+                self._by_tid.setdefault(tid, []).append((start_ns, record))
 
     def since_last_launch(self, tid: int, launch_ns: int) -> list[dict[str, object]]:
         """Data records of the thread between its previous communication launch and this one."""
-        since = self._last_launch.get(tid, -(2**63))
-        found = [
-            record
-            for start_ns, record in self._by_tid.get(tid, [])
-            if since < start_ns <= launch_ns and record.get("collective") is not None
-        ]
+        entries = self._by_tid.get(tid, [])
+        first = self._done.get(tid, 0)
+        last = bisect_right(entries, launch_ns, key=lambda entry: entry[0])
+        found = [record for _, record in entries[first:last]]
         if len(found) > 1:
             self._counts["coalesced-launch"] += 1
         return found
 
     def launched(self, tid: int, launch_ns: int) -> None:
-        self._last_launch[tid] = launch_ns
+        """A communication was launched: earlier records are used up."""
+        entries = self._by_tid.get(tid, [])
+        self._done[tid] = bisect_right(entries, launch_ns, key=lambda entry: entry[0])

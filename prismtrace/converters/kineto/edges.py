@@ -1,19 +1,26 @@
 """Who waits for whom within one rank: program order, stream waits, host synchronisation.
 
-An edge always leads from an operation issued earlier to one issued later, so the graph of a
-rank has no cycle. Sources of edges, in order of trust:
+The host's calls are replayed in order. Each stream has a *frontier*: the operations that
+whatever is issued to it next has to wait for. Issuing an operation makes it the frontier of
+its stream; a wait adds the frontier of the stream that is waited for. Sources, best first:
 
 * the stream: operations of one stream run in issue order;
-* ``cuda_sync`` events (recorded on request): which stream waits for which event, and where
+* ``cuda_sync`` events (recorded on request): which stream waited for which event, and where
   the host waited for the device;
-* what `record_param_comms` entries stand for: a collective first waits for the stream that
-  called it, and a ``wait`` entry lets the calling stream wait for the collective.
+* what `record_param_comms` entries stand for: a communication first waits for the stream that
+  its thread uses, and a ``wait`` entry lets that stream wait for the communication.
+
+An edge always leads from an operation issued earlier to one issued later, so the graph of a
+rank has no cycle, and never to an operation that had started before its source ended.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import polars as pl
 
@@ -26,274 +33,300 @@ __all__ = ["link"]
 # A kernel that starts this much before its presumed predecessor ends did not wait for it.
 # Timestamps of different streams agree to about a microsecond.
 _TOLERANCE_NS = 5_000
+# Communications a later ``wait`` entry may belong to; some are never waited for.
+_MOST_UNWAITED = 256
+
+Frontier = dict[str, tuple[int, str]]
+"""Stream -> (position of the operation to wait for, where the edge comes from)."""
 
 
 def link(ops: IssuedOps, file: KinetoFile, counts: Counter[str]) -> None:
     """Fill `ops.deps` for a GPU trace."""
-    launches = _Launches(ops)
-    _program_order(ops)
-    _collective_inputs(ops)
-    resolved_waits = _stream_waits(ops, launches, file, counts)
-    _host_waits(ops, launches, file, counts)
-    _record_waits(ops, launches, file, resolved_waits, counts)
+    replay = _Replay(ops, counts)
+    moments: list[_Moment] = [
+        (issued, _LAUNCH, position, replay.launch, (position,))
+        for position, issued in enumerate(ops.issue_ns)
+    ]
+    calls = _sync_calls(file)
+    explicit = _stream_waits(replay, file, calls, counts)
+    moments += explicit
+    moments += _host_waits(replay, file, calls, counts)
+    moments += _record_waits(replay, file, [moment[0] for moment in explicit])
+    moments.sort(key=lambda moment: moment[:3])
+    for *_, action, arguments in moments:
+        action(*arguments)
 
 
-class _Launches:
-    """Operations by stream and by launching thread, searchable by launch order."""
-
-    def __init__(self, ops: IssuedOps) -> None:
-        self.by_stream: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        """stream -> (correlation, position), ascending."""
-        self.by_thread: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        """thread -> (launch time, position), ascending."""
-        self.computations: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        """The same without communications."""
-        self.communications: list[tuple[int, int]] = []
-        """(launch time, position) of communications, ascending."""
-        for position, comm in enumerate(ops.comm):
-            correlation, launch = ops.correlation[position], ops.launch_ns[position]
-            if launch is None:
-                continue
-            tid = ops.launch_tid[position] or 0
-            if correlation is not None:
-                self.by_stream[ops.stream[position]].append((correlation, position))
-            self.by_thread[tid].append((launch, position))
-            if comm is None:
-                self.computations[tid].append((launch, position))
-            else:
-                self.communications.append((launch, position))
-        for entries in (
-            *self.by_stream.values(),
-            *self.by_thread.values(),
-            *self.computations.values(),
-            self.communications,
-        ):
-            entries.sort()
-
-    def last_before(self, stream: str, correlation: int) -> int | None:
-        """Last operation launched on the stream before the call with this correlation."""
-        entries = self.by_stream.get(stream, [])
-        at = bisect_left(entries, (correlation, -1))
-        return entries[at - 1][1] if at else None
-
-    def first_after(self, stream: str, correlation: int) -> int | None:
-        """First operation launched on the stream after the call with this correlation."""
-        entries = self.by_stream.get(stream, [])
-        at = bisect_right(entries, (correlation, 2**62))
-        return entries[at][1] if at < len(entries) else None
+_BEFORE, _LAUNCH = 0, 1
+_Moment = tuple[int, int, int, Callable[..., None], tuple[Any, ...]]
+"""(time, before or at launches of that time, order, what happens, its arguments)."""
 
 
-def _program_order(ops: IssuedOps) -> None:
-    """Each operation follows the previous one of its stream; a batch is one step of it."""
-    last: dict[str, list[int]] = {}
-    before: dict[str, list[int]] = {}
-    for position, stream in enumerate(ops.stream):
-        batch = ops.batch[position]
-        previous = last.get(stream, [])
-        if batch is not None and previous and ops.batch[previous[0]] == batch:
-            ops.deps[position].update(before.get(stream, []))
-            previous.append(position)
-            continue
-        ops.deps[position].update(previous)
-        before[stream] = previous
-        last[stream] = [position]
+class _Replay:
+    """The state of streams and threads while the host's calls are replayed."""
 
+    def __init__(self, ops: IssuedOps, counts: Counter[str]) -> None:
+        self._ops = ops
+        self._counts = counts
+        self._frontier: dict[str, Frontier] = defaultdict(dict)
+        self._records: dict[int, Frontier] = {}
+        """Correlation of a recorded event or of a waiting call -> what it stands for."""
+        self._host_waited: dict[int | None, Frontier] = defaultdict(dict)
+        """Thread -> everything it has waited for."""
+        self._host_waits: Counter[int | None] = Counter()
+        self._passed_on: dict[tuple[int | None, str], int] = {}
+        """(Thread, stream) -> how many of the thread's waits the stream has been told of."""
+        self._stream_of: dict[int | None, str] = {}
+        self._recent_stream: str | None = None
+        self._last_of_thread: dict[int | None, int] = {}
+        self._unwaited: deque[int] = deque(maxlen=_MOST_UNWAITED)
+        self._guesses: dict[str | None, list[list[int]]] = defaultdict(list)
+        """Stream (null: not known yet) -> candidates of each wait that names none."""
+        self._open_batch: tuple[int, Frontier] | None = None
+        self._numbered = any(comm is not None and comm.local_seq is not None for comm in ops.comm)
 
-def _collective_inputs(ops: IssuedOps) -> None:
-    """A communication on its own stream waits for the stream of the thread that issued it."""
-    current: dict[int | None, int] = {}
-    latest: int | None = None
-    for position, comm in enumerate(ops.comm):
-        tid = ops.launch_tid[position]
+    def launch(self, position: int) -> None:
+        """Issue an operation: it waits for the frontier of its stream."""
+        ops = self._ops
+        stream, tid, batch = ops.stream[position], ops.launch_tid[position], ops.batch[position]
+        comm = ops.comm[position]
+        if comm is None and self._recent_stream is None:
+            self._guesses[stream] += self._guesses.pop(None, [])
+        if batch is not None and self._open_batch is not None and self._open_batch[0] == batch:
+            needs = self._open_batch[1]
+        else:
+            self._resolve(stream, position)
+            needs = dict(self._frontier[stream])
+            if comm is not None:
+                own = self._stream_of.get(tid, self._recent_stream)
+                if own is not None and own != stream:
+                    self._resolve(own, position)
+                    _unite(needs, self._frontier[own], "comm-input")
+            if self._passed_on.get((tid, stream), 0) < self._host_waits[tid]:
+                _unite(needs, self._host_waited[tid])
+                self._passed_on[tid, stream] = self._host_waits[tid]
+            self._open_batch = None if batch is None else (batch, needs)
+        self._depend(position, needs)
+        self._frontier[stream] = {stream: (position, "")}
+        self._last_of_thread[tid] = position
         if comm is None:
-            current[tid] = position
-            latest = position
-            continue
-        source = current.get(tid, latest)
-        if source is not None and ops.stream[source] != ops.stream[position]:
-            ops.deps[position].add(source)
+            self._stream_of[tid] = self._recent_stream = stream
+        else:
+            self._unwaited.append(position)
+
+    def _depend(self, position: int, needs: Frontier) -> None:
+        ops = self._ops
+        for stream, (source, origin) in needs.items():
+            if stream != ops.stream[position]:
+                if not self._before(source, ops.start_ns[position]):
+                    self._counts["contradicting-edge"] += 1
+                    continue
+                self._counts[f"edge-{origin}"] += 1
+            ops.deps[position].update(_batch_of(ops, source))
+
+    def _before(self, source: int, time_ns: int) -> bool:
+        return self._ops.end_ns(source) <= time_ns + _TOLERANCE_NS
+
+    def record(self, stream: str, correlation: int) -> None:
+        """The host recorded an event on a stream."""
+        self._records[correlation] = dict(self._frontier.get(stream, {}))
+
+    def stream_wait(self, stream: str, correlation: int) -> None:
+        """The host let a stream wait for a recorded event."""
+        _unite(self._frontier[stream], self._records.get(correlation, {}), "stream-wait")
+
+    def begin_host_wait(self, streams: Sequence[str] | None, key: int) -> None:
+        """The host starts to wait for what some streams (null: all) have been given."""
+        waited: Frontier = {}
+        for stream in list(self._frontier) if streams is None else streams:
+            _unite(waited, self._frontier.get(stream, {}))
+        self._records[key] = waited
+
+    def begin_thread_wait(self, tid: int, key: int) -> None:
+        """The same for the stream that the thread uses."""
+        stream = self._stream_of.get(tid, self._recent_stream)
+        self.begin_host_wait([] if stream is None else [stream], key)
+
+    def end_host_wait(self, tid: int | None, end_ns: int, key: int) -> None:
+        """The host goes on: all that the thread issues from now on comes after."""
+        over = {
+            stream: entry
+            for stream, entry in self._records.get(key, {}).items()
+            if self._before(entry[0], end_ns)
+        }
+        _unite(self._host_waited[tid], over, "host-wait")
+        self._host_waits[tid] += 1
+
+    def record_wait(self, tid: int, seq: int | None) -> None:
+        """A ``wait`` entry: the thread's stream waits for one of the communications.
+
+        By number if it shows one. Else the one that the thread has just issued, or the latest
+        that nobody waited for; which of them is decided when it is known when the stream goes
+        on.
+        """
+        stream = self._stream_of.get(tid, self._recent_stream)
+        last = self._last_of_thread.get(tid)
+        candidates = list(reversed(self._unwaited))
+        if last in candidates:
+            candidates.remove(last)
+            candidates.insert(0, last)
+        if seq is not None and self._numbered:
+            comms = ((p, self._ops.comm[p]) for p in candidates)
+            candidates = [p for p, comm in comms if comm is not None and comm.local_seq == seq][:1]
+            if not candidates:
+                return  # a communication within one rank: it has a wait entry but no kernel
+        if not candidates:
+            self._counts["unresolved-record-wait"] += 1
+        else:
+            self._guesses[stream].append(candidates)
+
+    def _resolve(self, stream: str, position: int) -> None:
+        """Decide what the waits of a stream stood for: an operation is about to follow them."""
+        start = self._ops.start_ns[position]
+        for candidates in self._guesses.pop(stream, []):
+            source = next((p for p in candidates if self._before(p, start)), None)
+            if source is None:
+                self._counts["unresolved-record-wait"] += 1
+                continue
+            own = self._ops.stream[source]
+            left = (p for p in self._unwaited if self._ops.stream[p] != own or p > source)
+            self._unwaited = deque(left, maxlen=_MOST_UNWAITED)
+            if own != stream:
+                _unite(self._frontier[stream], {own: (source, "record-wait")})
 
 
-def _add(ops: IssuedOps, source: int | None, target: int | None) -> bool:
-    """Add an edge if it follows the launch order and crosses streams."""
-    if source is None or target is None or source >= target:
-        return False
-    for member in _batch_of(ops, source):
-        if member < target:
-            ops.deps[target].add(member)
-    return True
+def _unite(target: Frontier, other: Mapping[str, tuple[int, str]], origin: str = "") -> None:
+    """Wait for both; of one stream the later operation covers the earlier."""
+    for stream, (position, old) in other.items():
+        if stream not in target or target[stream][0] < position:
+            target[stream] = position, old or origin
 
 
 def _batch_of(ops: IssuedOps, position: int) -> list[int]:
+    """All operations of a coalesced launch, given its last one."""
     batch = ops.batch[position]
-    if batch is None:
-        return [position]
     first = position
-    while first and ops.batch[first - 1] == batch:
+    while batch is not None and first and ops.batch[first - 1] == batch:
         first -= 1
-    last = position
-    while last + 1 < len(ops) and ops.batch[last + 1] == batch:
-        last += 1
-    return list(range(first, last + 1))
+    return list(range(first, position + 1))
 
 
-def _sync_rows(file: KinetoFile) -> pl.DataFrame:
-    """cuda_sync events with their own correlation and stream."""
-    return file.syncs.join(
-        file.events.select("row", "correlation", "stream", "start_ns", "dur_ns", "tid"),
-        on="row",
-        how="left",
-        maintain_order="left",
+# --- when the host did what -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Call:
+    name: str
+    tid: int
+    start_ns: int
+    end_ns: int
+
+
+def _sync_calls(file: KinetoFile) -> dict[int, _Call]:
+    """Runtime calls that record events or wait, by correlation."""
+    calls = file.events.filter(
+        pl.col("cat").is_in(["cuda_runtime", "cuda_driver"])
+        & pl.col("correlation").is_not_null()
+        & pl.col("name").str.contains("Synchronize|Event")
     )
+    return {
+        correlation: _Call(name, tid, start, start + dur)
+        for correlation, name, tid, start, dur in calls.select(
+            "correlation", "name", "tid", "start_ns", "dur_ns"
+        ).iter_rows()
+    }
+
+
+def _sync_rows(file: KinetoFile, *kinds: str) -> list[dict[str, Any]]:
+    """``cuda_sync`` events of some kinds with their own correlation and stream."""
+    chosen = file.syncs.filter(pl.col("kind").is_in(kinds))
+    events = file.events.select("row", "correlation", "stream", "start_ns")
+    return chosen.join(events, on="row", how="inner", maintain_order="left").to_dicts()
 
 
 def _stream_waits(
-    ops: IssuedOps, launches: _Launches, file: KinetoFile, counts: Counter[str]
-) -> list[int]:
-    """Edges of ``Stream Wait Event``; returns the correlations of the resolved ones."""
-    resolved: list[int] = []
-    for row in _sync_rows(file).iter_rows(named=True):
-        if row["kind"] != "Stream Wait Event":
-            continue
+    replay: _Replay, file: KinetoFile, calls: Mapping[int, _Call], counts: Counter[str]
+) -> list[_Moment]:
+    """What ``Stream Wait Event`` tells, where the record it names came before the wait."""
+    moments: list[_Moment] = []
+    for row in _sync_rows(file, "Stream Wait Event"):
         record, wait = row["wait_on_record_correlation"], row["correlation"]
-        if record is None or wait is None or record >= wait:
+        recorded, waiting = calls.get(record), calls.get(wait)
+        if recorded is None or wait is None or record >= wait:
+            # Some versions point into the future.
             counts["unresolved-stream-wait"] += 1
             continue
-        resolved.append(wait)
-        source = launches.last_before(f"stream {row['wait_on_stream']}", record)
-        target = launches.first_after(f"stream {row['stream']}", wait)
-        if _add(ops, source, target):
-            counts["edge-stream-wait"] += 1
-    return sorted(resolved)
+        at = row["start_ns"] if waiting is None else waiting.start_ns
+        source, target = f"stream {row['wait_on_stream']}", f"stream {row['stream']}"
+        moments += [
+            (recorded.start_ns, _BEFORE, record, replay.record, (source, record)),
+            (at, _BEFORE, wait, replay.stream_wait, (target, record)),
+        ]
+    return moments
 
 
 def _host_waits(
-    ops: IssuedOps, launches: _Launches, file: KinetoFile, counts: Counter[str]
-) -> None:
-    """Where the host waited for the device: what it launches next depends on what it waited for.
+    replay: _Replay, file: KinetoFile, calls: Mapping[int, _Call], counts: Counter[str]
+) -> list[_Moment]:
+    """Where the host waited for the device: what it issues next depends on that.
 
-    `cudaDeviceSynchronize` is seen without ``cuda_sync`` events too; `cudaStreamSynchronize`
-    does not name its stream there and is left alone.
+    Calls without a ``cuda_sync`` event do not name their stream: `cudaStreamSynchronize` is
+    taken to wait for the stream that its thread uses. Queries do not wait.
     """
-    calls = {
-        correlation: (tid, end)
-        for correlation, tid, end in file.events.filter(
-            pl.col("cat").cast(pl.String).is_in(["cuda_runtime", "cuda_driver"])
-            & pl.col("name").cast(pl.String).str.contains("Synchronize|EventQuery")
-        )
-        .select("correlation", "tid", pl.col("start_ns") + pl.col("dur_ns"))
-        .iter_rows()
-    }
-    syncs = [
-        (row["kind"], row["correlation"], row["wait_on_stream"], row["stream"], row)
-        for row in _sync_rows(file).iter_rows(named=True)
-        if row["kind"] in ("Event Sync", "Stream Sync", "Context Sync")
-    ]
-    seen = {correlation for _, correlation, *_ in syncs}
-    for kind, correlation, wait_on, stream, row in syncs:
-        if correlation not in calls:
+    moments: list[_Moment] = []
+    explained: set[int] = set()
+    for row in _sync_rows(file, "Event Sync", "Stream Sync", "Context Sync"):
+        correlation, kind = row["correlation"], row["kind"]
+        call = calls.get(correlation)
+        if call is None or "Query" in call.name:
             continue
+        explained.add(correlation)
+        key = row["wait_on_record_correlation"] if kind == "Event Sync" else correlation
         if kind == "Event Sync":
-            record = row["wait_on_record_correlation"]
-            if record is None or record >= correlation:
+            recorded = calls.get(key)
+            if recorded is None or key >= correlation:
                 counts["unresolved-event-sync"] += 1
                 continue
-            sources = [launches.last_before(f"stream {wait_on}", record)]
-        elif kind == "Stream Sync":
-            sources = [launches.last_before(f"stream {stream}", correlation)]
+            source = f"stream {row['wait_on_stream']}"
+            moments.append((recorded.start_ns, _BEFORE, key, replay.record, (source, key)))
         else:
-            sources = [launches.last_before(name, correlation) for name in launches.by_stream]
-        _host_edges(ops, launches, sources, *calls[correlation], counts)
-    device = file.events.filter(pl.col("name").cast(pl.String) == "cudaDeviceSynchronize")
-    for correlation in device.get_column("correlation").drop_nulls().to_list():
-        if correlation in seen or correlation not in calls:
+            streams = None if kind == "Context Sync" else [f"stream {row['stream']}"]
+            moments.append((call.start_ns, _BEFORE, key, replay.begin_host_wait, (streams, key)))
+        moments.append(_end_of(replay, call, key))
+    for key, call in calls.items():
+        if key in explained:
             continue
-        sources = [launches.last_before(name, correlation) for name in launches.by_stream]
-        _host_edges(ops, launches, sources, *calls[correlation], counts)
-
-
-def _host_edges(
-    ops: IssuedOps,
-    launches: _Launches,
-    sources: list[int | None],
-    tid: int,
-    end_ns: int,
-    counts: Counter[str],
-) -> None:
-    entries = launches.by_thread.get(tid, [])
-    at = bisect_left(entries, (end_ns, -1))
-    if at == len(entries):
-        return
-    target = entries[at][1]
-    for source in sources:
-        if _add(ops, source, target):
-            counts["edge-host-wait"] += 1
-
-
-def _record_waits(
-    ops: IssuedOps,
-    launches: _Launches,
-    file: KinetoFile,
-    resolved: list[int],
-    counts: Counter[str],
-) -> None:
-    """Edges of ``wait`` entries: collective → next operation of the waiting thread.
-
-    Skipped where a resolved ``cuda_sync`` event already tells what was waited for.
-    """
-    waits = _wait_records(file)
-    if not waits:
-        return
-    resolved_times = _call_times(file, resolved)
-    for start_ns, end_ns, tid, seq in waits:
-        at = bisect_left(resolved_times, start_ns)
-        if at < len(resolved_times) and resolved_times[at] <= end_ns:
-            continue
-        computations = launches.computations.get(tid, [])
-        at = bisect_left(computations, (end_ns, -1))
-        target = computations[at][1] if at < len(computations) else None
-        issued = launches.communications[: bisect_left(launches.communications, (start_ns, -1))]
-        source = None if target is None else _waited_for(ops, issued, seq, target)
-        if _add(ops, source, target):
-            counts["edge-record-wait"] += 1
+        if call.name == "cudaDeviceSynchronize":
+            moments.append((call.start_ns, _BEFORE, key, replay.begin_host_wait, (None, key)))
+        elif call.name == "cudaStreamSynchronize":
+            arguments = call.tid, key
+            moments.append((call.start_ns, _BEFORE, key, replay.begin_thread_wait, arguments))
         else:
-            counts["unresolved-record-wait"] += 1
+            continue
+        moments.append(_end_of(replay, call, key))
+    return moments
 
 
-def _wait_records(file: KinetoFile) -> list[tuple[int, int, int, int | None]]:
-    """(start, end, thread, sequence number or null) of every ``wait`` entry, by time."""
-    records = file.events.filter(pl.col("name").cast(pl.String) == "record_param_comms").select(
+def _end_of(replay: _Replay, call: _Call, key: int) -> _Moment:
+    return call.end_ns, _BEFORE, key, replay.end_host_wait, (call.tid, call.end_ns, key)
+
+
+def _record_waits(replay: _Replay, file: KinetoFile, explicit: list[int]) -> list[_Moment]:
+    """``wait`` entries, except those within which a ``cuda_sync`` event tells more."""
+    events = file.events.filter(pl.col("name") == "record_param_comms").select(
         "row", "start_ns", "dur_ns", "tid"
     )
-    joined = records.join(file.comms, on="row", how="inner", maintain_order="left")
-    found: list[tuple[int, int, int, int | None]] = []
-    for row in joined.iter_rows(named=True):
-        if is_wait(row):
-            first = (row.get("concrete_inputs") or [""])[0]
-            seq = row["seq"] if row["seq"] is not None else int(first) if first.isdigit() else None
-            found.append((row["start_ns"], row["start_ns"] + row["dur_ns"], row["tid"], seq))
-    return sorted(found, key=lambda wait: wait[0])
-
-
-def _call_times(file: KinetoFile, correlations: list[int]) -> list[int]:
-    calls = file.events.filter(
-        pl.col("cat").cast(pl.String).is_in(["cuda_runtime", "cuda_driver"])
-        & pl.col("correlation").is_in(correlations)
-    )
-    return sorted(calls.get_column("start_ns").to_list())
-
-
-def _waited_for(
-    ops: IssuedOps, issued: list[tuple[int, int]], seq: int | None, target: int
-) -> int | None:
-    """The collective a wait entry belongs to: by number, else the latest that had ended."""
-    if seq is not None:
-        for _, position in reversed(issued):
-            comm = ops.comm[position]
-            if comm is not None and comm.local_seq == seq:
-                return position
-    begin = ops.start_ns[target] + _TOLERANCE_NS
-    for _, position in reversed(issued[-64:]):
-        if ops.end_ns(position) <= begin and ops.stream[position] != ops.stream[target]:
-            return position
-    return None
+    records = events.join(file.comms, on="row", how="inner", maintain_order="left")
+    explicit.sort()
+    moments: list[_Moment] = []
+    for row in records.iter_rows(named=True):
+        if not is_wait(row):
+            continue
+        start, end = row["start_ns"], row["start_ns"] + row["dur_ns"]
+        at = bisect_left(explicit, start)
+        if at < len(explicit) and explicit[at] <= end:
+            continue
+        first = (row["concrete_inputs"] or [""])[0]
+        seq = row["seq"] if row["seq"] is not None else int(first) if first.isdigit() else None
+        moments.append((end, _BEFORE, row["row"], replay.record_wait, (row["tid"], seq)))
+    return moments

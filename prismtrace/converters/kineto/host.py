@@ -72,6 +72,7 @@ def host_operations(file: KinetoFile, counts: Counter[str]) -> IssuedOps:
                 start_ns=entry.start_ns,
                 dur_ns=entry.end_ns - entry.start_ns,
                 row=entry.row,
+                issue_ns=issue_ns,
                 launch_ns=issue_ns,
                 launch_tid=entry.issuer,
                 nbytes=entry.comm.nbytes,
@@ -85,6 +86,7 @@ def host_operations(file: KinetoFile, counts: Counter[str]) -> IssuedOps:
                 start_ns=entry.start_ns,
                 dur_ns=entry.end_ns - entry.start_ns,
                 row=entry.row,
+                issue_ns=issue_ns,
                 launch_ns=issue_ns,
                 launch_tid=entry.thread,
             )
@@ -105,8 +107,8 @@ def _outermost(file: KinetoFile) -> list[_Computation]:
     `c10d::…` calls are left out: they hand over work, and block when they wait.
     """
     rows = (
-        file.events.filter(pl.col("cat").cast(pl.String) == "cpu_op")
-        .select("row", "tid", pl.col("name").cast(pl.String), "start_ns", "dur_ns")
+        file.events.filter(pl.col("cat") == "cpu_op")
+        .select("row", "tid", pl.col("name"), "start_ns", "dur_ns")
         .sort("tid", "start_ns", pl.col("dur_ns").neg(), maintain_order=True)
     )
     found: list[_Computation] = []
@@ -124,7 +126,7 @@ def _outermost(file: KinetoFile) -> list[_Computation]:
 
 
 def _communications(file: KinetoFile, counts: Counter[str]) -> list[_Communication]:
-    name = pl.col("name").cast(pl.String)
+    name = pl.col("name")
     described = {row["row"]: row for row in file.comms.iter_rows(named=True)}
     spans = (
         file.events.filter(name.str.starts_with("gloo:"))
@@ -137,7 +139,9 @@ def _communications(file: KinetoFile, counts: Counter[str]) -> list[_Communicati
         call_row, issue_ns, issuer = calls.of(text, start, rf_id) or (None, start, tid)
         if call_row is None:
             counts["gloo-without-call"] += 1
-        comm = describe_gloo(text, described.get(row, {}), described.get(call_row or -1))
+        comm = describe_gloo(
+            text, described.get(row, {}), {} if call_row is None else described.get(call_row)
+        )
         if comm is None:
             counts["unknown-gloo-operation"] += 1
             continue
@@ -155,7 +159,7 @@ class _Calls:
     """
 
     def __init__(self, file: KinetoFile) -> None:
-        name = pl.col("name").cast(pl.String)
+        name = pl.col("name")
         calls = (
             file.events.filter(name.str.starts_with("c10d::"))
             .select("row", name, "start_ns", "tid", "rf_id")

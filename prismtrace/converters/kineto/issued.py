@@ -30,6 +30,8 @@ class IssuedOps:
     """Label of the stream, e.g. ``stream 7`` or ``thread 0``."""
     start_ns: list[int] = field(default_factory=list)
     dur_ns: list[int] = field(default_factory=list)
+    issue_ns: list[int] = field(default_factory=list)
+    """When it was issued: its launch, else the launch before it on its stream. Ascending."""
     launch_ns: list[int | None] = field(default_factory=list)
     launch_tid: list[int | None] = field(default_factory=list)
     correlation: list[int | None] = field(default_factory=list)
@@ -59,6 +61,7 @@ class IssuedOps:
         start_ns: int,
         dur_ns: int,
         row: int,
+        issue_ns: int,
         launch_ns: int | None = None,
         launch_tid: int | None = None,
         correlation: int | None = None,
@@ -73,6 +76,7 @@ class IssuedOps:
         self.start_ns.append(start_ns)
         self.dur_ns.append(dur_ns)
         self.row.append(row)
+        self.issue_ns.append(issue_ns)
         self.launch_ns.append(launch_ns)
         self.launch_tid.append(launch_tid)
         self.correlation.append(correlation)
@@ -103,12 +107,24 @@ def expand_batches(ops: pl.DataFrame, comms: Mapping[int, list[CommOp]]) -> Issu
         "dur_ns",
         "correlation",
         "bytes",
+        "issue_ns",
         "launch_ns",
         "launch_tid",
     ]
-    for op, row, name, cat, stream, start, dur, correlation, nbytes, launch, tid in (
-        ops.select(columns).cast({"name": pl.String, "cat": pl.String}).iter_rows()
-    ):
+    for (
+        op,
+        row,
+        name,
+        cat,
+        stream,
+        start,
+        dur,
+        correlation,
+        nbytes,
+        issue,
+        launch,
+        tid,
+    ) in ops.select(columns).iter_rows():
         carried = comms.get(op, [None])
         batch = None
         if len(carried) > 1:
@@ -123,6 +139,7 @@ def expand_batches(ops: pl.DataFrame, comms: Mapping[int, list[CommOp]]) -> Issu
                 start_ns=start,
                 dur_ns=dur,
                 row=row,
+                issue_ns=issue,
                 launch_ns=launch,
                 launch_tid=tid,
                 correlation=correlation,

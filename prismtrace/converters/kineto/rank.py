@@ -21,6 +21,7 @@ from prismtrace.converters.kineto.names import CommPatterns
 from prismtrace.converters.kineto.reader import KinetoFile, read_kineto
 from prismtrace.converters.kineto.spans import build_nodes
 from prismtrace.converters.matching import RankComms
+from prismtrace.converters.parts import disk_errors
 from prismtrace.errors import InputFileError, RankError
 
 __all__ = ["RankOptions", "RankTrace", "convert_rank", "find_rank"]
@@ -64,8 +65,10 @@ def find_rank(file: KinetoFile, given: int | None) -> int:
         RankError: none of them tells, or the name contradicts itself.
     """
     if given is not None:
+        if given < 0:
+            raise RankError(f"a rank is not negative: {given}", where=str(file.path))
         return given
-    if file.metadata.rank is not None:
+    if file.metadata.rank is not None and file.metadata.rank >= 0:
         return file.metadata.rank
     for pattern in _RANK_IN_NAME:
         found = {int(number) for number in re.findall(pattern, file.path.name, re.IGNORECASE)}
@@ -99,14 +102,15 @@ def convert_rank(
     annotate(ops, file, options.step_from, counts)
     extra = file.events.select("row", *[f"x_arg_{name}" for name in options.keep_args])
     nodes, carried = build_nodes(ops, grain=options.grain, extra=extra)
-    nodes.write_parquet(nodes_path, compression="lz4")
+    with disk_errors(nodes_path.parent.parent):
+        nodes.write_parquet(nodes_path, compression="lz4")
     return RankTrace(
         path=path,
         rank=rank,
         world_size=file.metadata.world_size,
         host=file.metadata.host_name,
         groups=tuple(
-            NamedGroup(group.name, group.desc, group.ranks or ()) for group in file.metadata.groups
+            NamedGroup(group.name, group.desc, group.ranks) for group in file.metadata.groups
         ),
         comms=_compact(rank, file.metadata.host_name, carried, nodes),
         streams=tuple(nodes.get_column("stream").unique(maintain_order=True)),
@@ -135,14 +139,13 @@ def _operations(file: KinetoFile, options: RankOptions, counts: Counter[str]) ->
         issued = expand_batches(ops, carried)
         link(issued, file, counts)
         return issued
-    name = pl.col("name").cast(pl.String)
-    if file.events.filter(name.str.starts_with("nccl:")).height:
+    if file.events.filter(pl.col("name").str.starts_with("nccl:")).height:
         raise InputFileError(
             "the job communicates over NCCL but the file has no GPU events",
             where=str(file.path),
             hint="profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
         )
-    if not file.events.filter(pl.col("cat").cast(pl.String) == "cpu_op").height:
+    if not file.events.filter(pl.col("cat") == "cpu_op").height:
         raise InputFileError(
             "the file has neither GPU events nor CPU operators",
             where=str(file.path),
