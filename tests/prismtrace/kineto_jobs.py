@@ -18,6 +18,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -339,7 +340,8 @@ class Recorder:
         if version >= (2, 12):
             args |= {"Seq": seq, "Is asynchronized op": False}
         if version >= (2, 13):
-            args["Comms Id"] = hash((group.name, group.ranks, seq)) % 2**64
+            text = f"{group.name} {group.ranks} {seq}"
+            args["Comms Id"] = int.from_bytes(sha256(text.encode()).digest()[:8])
         return args
 
     def record(self, group: Group, kind: str, nelems: int, seq: int, peer: str = "") -> JsonEvent:
