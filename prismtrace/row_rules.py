@@ -184,10 +184,10 @@ def _meaning_rules() -> list[RowRule]:
             local & (group.is_not_null() | pl.col("seq").is_not_null()),
         ),
         RowRule(
-            "comm-without-group",
-            "a communication needs the group it runs in",
-            ("kind", "name"),
-            ~local & group.is_null(),
+            "seq-without-group",
+            "a seq numbers the operations of a group, which is missing",
+            ("kind", "name", "seq"),
+            pl.col("seq").is_not_null() & group.is_null(),
         ),
         RowRule("p2p-without-peer", "send and recv need a peer", ("kind",), p2p & peer.is_null()),
         RowRule(

@@ -346,12 +346,13 @@ class Node(BaseModel):
     """Model chunk (interleaved pipeline schedules)."""
     phase: Annotated[Phase | None, ColumnType("Enum", Phase)] = None
     group: Annotated[int | None, _I32, _INT32] = None
-    """Process group id of a communication; null for compute and memcpy."""
+    """Process group id of a communication; null for compute and memcpy, and for a
+    communication that was launched before the recorded window and does not tell."""
     seq: Annotated[int | None, _I64, _INT64] = None
     """Number of the operation within its group (p2p: within group, sender and receiver).
 
-    Null on a communication whose partners lie outside the recorded window: it is kept with
-    its duration and waits for nobody."""
+    Null on a communication whose partners lie outside the recorded window or are unknown: it
+    is kept with its duration and waits for nobody."""
     peer: Annotated[int | None, _I32, _INT32] = None
     """Global rank of the other side of send and recv; root of rooted collectives."""
     bytes: Annotated[int | None, _I64, _INT64] = None
@@ -398,7 +399,7 @@ class Node(BaseModel):
         return [
             ("id-mismatch", self.id == self.rank << INDEX_BITS | self.index),
             ("local-with-group", not local or (self.group is None and self.seq is None)),
-            ("comm-without-group", local or self.group is not None),
+            ("seq-without-group", self.seq is None or self.group is not None),
             ("p2p-without-peer", not p2p or self.peer is not None),
             ("p2p-with-itself", not p2p or self.peer != self.rank),
             ("peer-without-meaning", p2p or self.kind in ROOTED_KINDS or self.peer is None),

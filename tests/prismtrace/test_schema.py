@@ -104,7 +104,7 @@ def test_own_columns_start_with_x():
         ({**NODE, "id": 2}, "id-mismatch"),
         ({**NODE, "group": 0}, "local-with-group"),
         ({**NODE, "seq": 0}, "local-with-group"),
-        ({**NODE, "kind": "all_gather"}, "comm-without-group"),
+        ({**NODE, "kind": "all_gather", "seq": 0}, "seq-without-group"),
         ({**COMM, "kind": "send"}, "p2p-without-peer"),
         ({**COMM, "kind": "recv", "peer": 0}, "p2p-with-itself"),
         ({**COMM, "peer": 1}, "peer-without-meaning"),

@@ -173,7 +173,6 @@ def test_values_that_the_stored_type_cannot_hold(make_trace):
         "step-out-of-range",
         "stream-out-of-range",
         "kind-unknown",
-        "comm-without-group",
     }
 
 
