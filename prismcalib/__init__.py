@@ -29,9 +29,17 @@ if TYPE_CHECKING:
     from prismcalib.nxgraph import to_networkx
     from prismcalib.paths import CriticalPath, critical_path
     from prismcalib.prediction import Prediction, predict
-    from prismcalib.propagation import Timing, critical_rows, propagate, slack
+    from prismcalib.propagation import (
+        BatchTiming,
+        Timing,
+        critical_rows,
+        propagate,
+        propagate_batch,
+        slack,
+    )
 
 __all__ = [
+    "BatchTiming",
     "CalibError",
     "ClockError",
     "CoverageError",
@@ -50,6 +58,7 @@ __all__ = [
     "merge",
     "predict",
     "propagate",
+    "propagate_batch",
     "slack",
     "to_networkx",
 ]
@@ -61,7 +70,14 @@ _HOMES = {
     "nxgraph": ("to_networkx",),
     "paths": ("CriticalPath", "critical_path"),
     "prediction": ("Prediction", "predict"),
-    "propagation": ("Timing", "critical_rows", "propagate", "slack"),
+    "propagation": (
+        "BatchTiming",
+        "Timing",
+        "critical_rows",
+        "propagate",
+        "propagate_batch",
+        "slack",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 

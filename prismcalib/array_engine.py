@@ -31,9 +31,11 @@ from numba.extending import intrinsic
 
 from prismcalib.graph import Graph, Int32Array, Int64Array
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "replay"]
 
 _AHEAD = 16
+# Scenarios of one pass of `replay`: their ends of one row fill two cache lines.
+_BLOCK = 16
 _NO_TIMES = np.empty(0, np.int64)
 _NO_TIMES.flags.writeable = False
 
@@ -86,6 +88,59 @@ def backward(graph: Graph, order: Int32Array, start: Int64Array, end: Int64Array
             slack,
         )
     return slack
+
+
+def replay(
+    graph: Graph,
+    release: Int64Array | None,
+    durations: Int64Array,
+    order: Int32Array,
+    step: Int32Array,
+    step_count: int,
+    *,
+    times: bool,
+) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    """Times of K scenarios in a known order of completion, `_BLOCK` scenarios a pass.
+
+    Args:
+        graph: its durations are not used.
+        release: int64[n] >= 0, or None for zeros.
+        durations: int64[n, K], C order, read-only.
+        order: of any propagation of the graph: durations do not change what comes after what.
+        step: int32[n], -1: none.
+        step_count: S, more than the largest step.
+        times: fill start and end.
+
+    Returns:
+        last end int64[K], last end per step int64[K, S], start and end int64[n, K] (garbage
+        unless `times`).
+    """
+    rows, scenarios = durations.shape
+    width = scenarios if times else min(scenarios, _BLOCK)
+    end = np.empty((rows, width), np.int64)
+    start = np.empty((rows, scenarios if times else 0), np.int64)
+    # Steps first, so that the scenarios of a pass lie together; row S: the last of all.
+    last_end = np.zeros((step_count + 1, scenarios), np.int64)
+    for first in range(0, scenarios, _BLOCK):
+        _replay(
+            _read_only(order),
+            durations,
+            first,
+            min(first + _BLOCK, scenarios),
+            graph.dep_offsets,
+            graph.dep_rows,
+            _read_only(graph.dep_lag_ns),
+            _read_only(release),
+            graph.instance,
+            _read_only(step),
+            end,
+            first if times else 0,
+            last_end,
+        )
+    if times:
+        lags = _read_only(graph.dep_lag_ns)
+        _starts(graph.dep_offsets, graph.dep_rows, lags, _read_only(release), end, start)
+    return last_end[step_count], np.ascontiguousarray(last_end[:step_count].T), start, end
 
 
 def _read_only(array: Any) -> Any:
@@ -289,3 +344,84 @@ def _backward(
                 dep = deps[edge]
                 slack[dep] = min(slack[dep], latest - (lags[edge] if len(lags) else 0))
         last = first - 1
+
+
+@_compiled
+def _replay(
+    order: Int32Array,
+    duration: Int64Array,
+    first: int,
+    stop: int,
+    offsets: Int64Array,
+    deps: Int32Array,
+    lags: Int64Array,
+    release: Int64Array,
+    instance: Int32Array,
+    step: Int32Array,
+    end: Int64Array,
+    column: int,
+    last_end: Int64Array,
+) -> None:
+    """Fill columns `column` ... of end with scenarios first ... stop - 1, and last_end."""
+    rows = len(order)
+    width = stop - first
+    ready = np.empty(width, np.int64)
+    steps = len(last_end) - 1
+    position = 0
+    while position < rows:
+        if position + _AHEAD < rows:
+            ahead = order[position + _AHEAD]
+            _will_read(offsets, ahead)
+            _will_read(instance, ahead)
+            _will_read(duration, ahead)
+            nearer = order[position + _AHEAD // 2]
+            _will_read(deps, offsets[nearer])
+        row = order[position]
+        number = instance[row]
+        following = position + 1
+        if number >= 0:
+            while following < rows and instance[order[following]] == number:
+                following += 1
+        for q in range(width):
+            ready[q] = 0
+        for at in range(position, following):
+            row = order[at]
+            if len(release):
+                for q in range(width):
+                    ready[q] = max(ready[q], release[row])
+            for edge in range(offsets[row], offsets[row + 1]):
+                dep = int(deps[edge])
+                lag = lags[edge] if len(lags) else 0
+                for q in range(width):
+                    ready[q] = max(ready[q], end[dep, column + q] + lag)
+        for at in range(position, following):
+            row = order[at]
+            number = step[row]
+            for q in range(width):
+                time = ready[q] + duration[row, first + q]
+                end[row, column + q] = time
+                last_end[steps, first + q] = max(last_end[steps, first + q], time)
+            if number >= 0:
+                for q in range(width):
+                    time = end[row, column + q]
+                    last_end[number, first + q] = max(last_end[number, first + q], time)
+        position = following
+
+
+@_compiled
+def _starts(
+    offsets: Int64Array,
+    deps: Int32Array,
+    lags: Int64Array,
+    release: Int64Array,
+    end: Int64Array,
+    start: Int64Array,
+) -> None:
+    """Fill start of all rows and scenarios from the ends."""
+    for row in range(len(start)):
+        start[row, :] = release[row] if len(release) else 0
+        for edge in range(offsets[row], offsets[row + 1]):
+            dep = int(deps[edge])
+            lag = lags[edge] if len(lags) else 0
+            for q in range(start.shape[1]):
+                start[row, q] = max(start[row, q], end[dep, q] + lag)

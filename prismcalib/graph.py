@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from prismcalib.errors import CalibError
 
-__all__ = ["Graph", "Int32Array", "Int64Array"]
+__all__ = ["MAX_TOTAL_NS", "Graph", "Int32Array", "Int64Array"]
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -31,7 +31,7 @@ Int64Array = NDArray[np.int64]
 # Rows and dependencies are numbered with int32.
 _MAX_COUNT = 2**31 - 2
 # Twice the longest possible path must fit into int64, so that no engine needs overflow checks.
-_MAX_TOTAL_NS = 2**62
+MAX_TOTAL_NS = 2**62
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -117,6 +117,16 @@ class Graph:
         counts = np.bincount(self.instance + np.int32(1), minlength=self.instances + 1)
         return counts[1:].astype(np.int64, copy=False)
 
+    @property
+    def idle_ns(self) -> float:
+        """What lags and releases can add to the longest path at most."""
+        total = 0.0
+        if self.dep_lag_ns is not None:
+            total += float(self.dep_lag_ns.sum(dtype=np.float64))
+        if self.release_ns is not None and self.rows:
+            total += float(self.release_ns.max()) - float(self.release_ns.min())
+        return total
+
     def deps(self, row: int) -> Int32Array:
         """Rows that `row` depends on."""
         return self.dep_rows[self.dep_offsets[row] : self.dep_offsets[row + 1]]
@@ -184,7 +194,6 @@ class Graph:
         bad = _first_below(self.duration_ns, 0)
         if bad is not None:
             raise _invalid("duration_ns", f"{self.label(bad)} lasts {self.duration_ns[bad]} ns")
-        total = float(self.duration_ns.sum(dtype=np.float64))
         if self.dep_lag_ns is not None:
             bad = _first_below(self.dep_lag_ns, 0)
             if bad is not None:
@@ -192,10 +201,8 @@ class Graph:
                 raise _invalid(
                     "dep_lag_ns", f"{self.label(row)} has the lag {self.dep_lag_ns[bad]} ns"
                 )
-            total += float(self.dep_lag_ns.sum(dtype=np.float64))
-        if self.release_ns is not None and self.rows:
-            total += float(self.release_ns.max()) - float(self.release_ns.min())
-        if total >= _MAX_TOTAL_NS:
+        total = float(self.duration_ns.sum(dtype=np.float64)) + self.idle_ns
+        if total >= MAX_TOTAL_NS:
             raise _invalid("duration_ns", f"all times together, {total:.3g} ns, overflow int64")
 
     def _check_members(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 from prismcalib import array_engine
 from prismcalib.errors import CalibError, CycleError, MissingMemberError
 from prismcalib.graph import Graph
-from prismcalib.propagation import critical_rows, pick_engine, propagate, slack
+from prismcalib.propagation import critical_rows, pick_engine, propagate, propagate_batch, slack
 
 ENGINES = ["networkx", "python", "array"]
 engines = pytest.mark.parametrize("engine", ENGINES)
@@ -234,3 +234,35 @@ def test_without_a_writable_folder_the_kernels_still_compile(monkeypatch):
         return value + 1
 
     assert array_engine._compiled(add_one)(1) == 2
+
+
+@engines
+def test_a_batch_gives_every_scenario_its_steps(engine):
+    graph = two_ranks()
+    durations = np.array([[10, 10], [4, 4], [5, 5], [30, 12], [6, 6], [5, 5]])
+    steps = np.array([0, 0, 1, 0, 0, 1])
+    batch = propagate_batch(graph, durations, steps=steps, engine=engine)
+    assert batch.makespan_ns.tolist() == [41, 23]
+    assert batch.step_end_ns.tolist() == [[36, 41], [18, 23]]
+    assert batch.step_ns.tolist() == [[36, 5], [18, 5]]
+
+
+@engines
+def test_wrong_batches_are_refused(engine):
+    graph = two_ranks()
+    for wrong in (np.zeros(6, np.int64), np.zeros((5, 2), np.int64), np.zeros((6, 2))):
+        with pytest.raises(CalibError, match="shape"):
+            propagate_batch(graph, wrong, engine=engine)
+    durations = np.zeros((6, 2), np.int64)
+    durations[3, 1] = -1
+    with pytest.raises(CalibError, match="rank 1 op 0 lasts -1 ns in column 1"):
+        propagate_batch(graph, durations, engine=engine)
+    with pytest.raises(CalibError, match="overflow"):
+        propagate_batch(graph, np.full((6, 1), 2**61), engine=engine)
+    good = np.zeros((6, 2), np.int64)
+    with pytest.raises(CalibError, match="steps"):
+        propagate_batch(graph, good, steps=np.zeros(5, np.int32), engine=engine)
+    with pytest.raises(CalibError, match="order"):
+        propagate_batch(graph, good, order=np.zeros(5, np.int32), engine=engine)
+    with pytest.raises(CalibError, match="no steps"):
+        _ = propagate_batch(graph, good, engine=engine).step_ns

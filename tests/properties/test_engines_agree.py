@@ -1,6 +1,7 @@
 """All engines give the same times, to the nanosecond, and the same errors."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from prismcalib.errors import CalibError, CycleError
 from prismcalib.graph import Graph
-from prismcalib.propagation import critical_rows, propagate, slack
+from prismcalib.propagation import critical_rows, propagate, propagate_batch, slack
 
 
 def random_graph(draw: random.Random) -> Graph:
@@ -107,7 +108,7 @@ def check_engines(graph: Graph):
 def test_on_2000_random_graphs():
     counts: dict[object, int] = {}
     for seed in range(2000):
-        kind = check_engines(random_graph(random.Random(seed)))  # noqa: S311 - repeatable
+        kind = check_engines(random_graph(random.Random(seed)))
         counts[kind] = counts.get(kind, 0) + 1
     # The generator draws enough of everything.
     assert min(counts.values()) >= 50
@@ -147,3 +148,36 @@ def test_slack_is_exactly_the_harmless_delay(draw):
 
     assert last_end_if_delayed_by(late[row]) == timing.end_ns.max()
     assert last_end_if_delayed_by(late[row] + 1) == timing.end_ns.max() + 1
+
+
+def test_batches_on_300_random_graphs():
+    for seed in range(300):
+        graph = random_graph(random.Random(seed))
+        draw = np.random.default_rng(seed)
+        scenarios = int(draw.integers(0, 20))
+        durations = draw.integers(0, (3, 100, 10**9)[seed % 3], (graph.rows, scenarios))
+        steps = draw.integers(-1, 3, graph.rows)
+        try:
+            timing = propagate(graph)
+        except CalibError as error:
+            for engine in ("networkx", "python", "array"):
+                with pytest.raises(type(error)):
+                    propagate_batch(graph, durations, engine=engine)
+            continue
+        expected = propagate_batch(graph, durations, steps=steps, times=True, engine="networkx")
+        for engine in ("python", "array"):
+            order = timing.order if seed % 2 else None
+            found = propagate_batch(
+                graph, durations, steps=steps, order=order, times=True, engine=engine
+            )
+            assert found.begin_ns == expected.begin_ns
+            for name in ("last_end_ns", "step_end_ns", "start_ns", "end_ns"):
+                assert (getattr(found, name) == getattr(expected, name)).all()
+            # What is not asked for changes nothing.
+            short = propagate_batch(graph, durations, engine=engine)
+            assert (short.last_end_ns == expected.last_end_ns).all()
+            assert short.end_ns is short.step_end_ns is None
+        for column in range(min(scenarios, 2)):
+            alone = propagate(replace(graph, duration_ns=durations[:, column]))
+            assert alone.makespan_ns == expected.makespan_ns[column]
+            assert (alone.end_ns == expected.end_ns[:, column]).all()
