@@ -128,7 +128,8 @@ def _assign_groups(comms: RankComms, book: GroupBook, keep_unmatched: bool) -> A
         assignment.group[position] = key
         assignment.peer[position] = peer
         assignment.nbytes[position] = nbytes
-        book.counts["kept-without-group"] += key is None
+        name = "early-without-group" if comm.early else "kept-without-group"
+        book.counts[name] += key is None
         book.counts["assumed-world-group"] += key is book.assumed
     return assignment
 
@@ -136,12 +137,15 @@ def _assign_groups(comms: RankComms, book: GroupBook, keep_unmatched: bool) -> A
 def _place(
     rank: int, comm: CommOp, book: GroupBook, keep_unmatched: bool
 ) -> tuple[GroupKey | None, int | None, int | None]:
-    """Group, partner and payload of a communication; no group when it is kept without."""
+    """Group, partner and payload of a communication; no group when it is kept without.
+
+    What was launched before the recording began may not tell, and is always kept.
+    """
     try:
         key = book.assign(rank, comm)
         peer = _peer(rank, comm, key)
     except GroupError:
-        if not keep_unmatched:
+        if not (keep_unmatched or comm.early):
             raise
         return None, None, comm.nbytes
     nbytes = comm.nbytes

@@ -152,12 +152,12 @@ def convert(
                 + ", ".join(f"{name} {number}" for name, number in repairs.items()),
                 hint="leave out --strict to accept them; they are counted in the trace's header",
             )
-        table, ids = book.table(used | _fallback(assignments, world_size))
+        table, ids = book.table(used)
         header = _header(traces, world_size, table, counts, repairs)
         streams = {label: number for number, label in header.streams.items()}
         with disk_errors(target):
             for trace in traces:
-                _complete(trace, assignments[trace.rank], ids, streams, world_size)
+                _complete(trace, assignments[trace.rank], ids, streams)
             parts = [pl.scan_parquet(trace.nodes, glob=False) for trace in traces]
             write_nodes(header, pl.concat(parts, how="diagonal"), target)
     return _report(target, header, traces, counts, repairs)
@@ -292,22 +292,11 @@ def _world_size(traces: Sequence[RankTrace], groups: Iterable[Sequence[int]]) ->
 # --- second pass --------------------------------------------------------------------------
 
 
-def _fallback(assignments: Mapping[int, Assignment], world_size: int) -> set[GroupKey]:
-    """The world group, when communications without a group are kept."""
-    lonely = any(None in assignment.group for assignment in assignments.values())
-    return {_world_key(world_size)} if lonely else set()
-
-
-def _world_key(world_size: int) -> GroupKey:
-    return GroupKey(tuple(range(world_size)), "world")
-
-
 def _complete(
     trace: RankTrace,
     assignment: Assignment,
     ids: Mapping[GroupKey, int],
     streams: Mapping[str, int],
-    world_size: int,
 ) -> None:
     """Add id, rank, group, seq and partner to one rank's nodes, in place."""
     lost = [
@@ -317,9 +306,7 @@ def _complete(
     matched = pl.DataFrame(
         {
             "index": pl.Series(trace.comms.index, dtype=pl.Int32),
-            "group": [
-                ids[key if key is not None else _world_key(world_size)] for key in assignment.group
-            ],
+            "group": [None if key is None else ids[key] for key in assignment.group],
             "seq": assignment.seq,
             "peer": assignment.peer,
             "nbytes": assignment.nbytes,

@@ -53,6 +53,8 @@ class CommOp:
     """Global rank of the partner."""
     group_peer: int | None = None
     """Partner as rank within the group."""
+    early: bool = False
+    """Launched before the recording began, so that nothing tells what it is."""
 
 
 def is_wait(row: Row) -> bool:
@@ -74,16 +76,28 @@ def describe_record(
     records: Sequence[Row],
     note: str | None,
     note_row: Row | None,
+    early: bool,
     counts: Counter[str],
 ) -> list[CommOp]:
-    """The operations that one communication kernel carries (several: coalesced launch)."""
+    """The operations that one communication kernel carries (several: coalesced launch).
+
+    Args:
+        kernel: its name.
+        patterns: what kernel names say.
+        own: metadata on the kernel itself.
+        records: `record_param_comms` entries around or before its launch.
+        note: name of the ``nccl:…`` annotation around its launch.
+        note_row: what that annotation carries.
+        early: whether the launch was not recorded.
+        counts: kernels without any metadata are counted here.
+    """
     named = [row for row in records if not is_wait(row)]
     if own is not None and own.get("collective") is not None and len(named) <= 1:
         named = [{**(named[0] if named else {}), **_present(own)}]
     if not named:
         counts["no-metadata"] += 1
         named = [{}]
-    return [_describe(kernel, patterns, row, note, note_row) for row in named]
+    return [_describe(kernel, patterns, row, note, note_row, early=early) for row in named]
 
 
 def _present(row: Row) -> dict[str, Any]:
@@ -91,7 +105,13 @@ def _present(row: Row) -> dict[str, Any]:
 
 
 def _describe(
-    kernel: str, patterns: CommPatterns, row: Row, note: str | None, note_row: Row | None
+    kernel: str,
+    patterns: CommPatterns,
+    row: Row,
+    note: str | None,
+    note_row: Row | None,
+    *,
+    early: bool,
 ) -> CommOp:
     kind = (
         collective_kind(row.get("collective") or "")
@@ -125,6 +145,7 @@ def _describe(
         comms_id=row.get("comms_id"),
         peer=peer if kind.is_p2p else None,
         group_peer=_group_peer(row, concrete, note) if kind.is_p2p else None,
+        early=early,
     )
 
 

@@ -139,6 +139,7 @@ def communications(
     waiting = _PendingRecords(records, described, counts)
     found: dict[int, list[CommOp]] = {}
     rows = ops.select("row", "launch_tid", "launch_ns").rows()
+    any_launch = ops.get_column("launch_ns").null_count() < ops.height
     for position in comm:
         row, tid, launch_ns = rows[position]
         note_row = note_of.get(position)
@@ -155,6 +156,7 @@ def communications(
             records=[source for source in sources if source is not None],
             note=note,
             note_row=described.get(note_row) if note_row is not None else None,
+            early=launch_ns is None and any_launch,
             counts=counts,
         )
         if launch_ns is not None:
