@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prismtrace.converters.groups import GroupBook, GroupKey
-from prismtrace.converters.kineto.carried import CommOp
+from prismtrace.converters.placing import Assignment, RankComms, assign_groups
 from prismtrace.converters.sequences import (
-    Ints,
     OpSequence,
     Overlay,
     agree,
@@ -27,39 +26,14 @@ from prismtrace.converters.sequences import (
     make_sequence,
     violations,
 )
-from prismtrace.errors import AlignmentError, GroupError
+from prismtrace.errors import AlignmentError
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import Kind
 
-__all__ = ["Assignment", "RankComms", "match"]
+__all__ = ["match"]
 
 # Share of a group's operations that may contradict the clocks before the matching is refused.
 _MAX_IMPOSSIBLE = 0.02
-
-
-@dataclass(frozen=True)
-class RankComms:
-    """The communications of one rank in issue order; parallel sequences."""
-
-    rank: int
-    index: Ints
-    comm: Sequence[CommOp]
-    start_ns: Ints
-    end_ns: Ints
-    seq: Sequence[int | None]
-    comms_id: Sequence[int | None]
-    step: Sequence[int | None]
-    host: str | None = None
-
-
-@dataclass
-class Assignment:
-    """What matching found for one rank; parallel to its `RankComms`."""
-
-    group: list[GroupKey | None]
-    seq: list[int | None]
-    peer: list[int | None]
-    nbytes: list[int | None]
 
 
 @dataclass
@@ -96,7 +70,7 @@ def match(
     pairs: dict[tuple[GroupKey, int, int], dict[Kind, tuple[int, list[int]]]] = defaultdict(dict)
     for rank in sorted(by_rank):
         comms = by_rank[rank]
-        assignment = _assign_groups(comms, book, keep_unmatched)
+        assignment = assign_groups(comms, book, keep_unmatched)
         matcher.assignments[rank] = assignment
         for position, (comm, key) in enumerate(zip(comms.comm, assignment.group, strict=True)):
             if key is None:
@@ -114,62 +88,6 @@ def match(
     for pair in sorted(pairs):
         _match_pair(matcher, pair, pairs[pair])
     return matcher.assignments, matcher.used
-
-
-def _assign_groups(comms: RankComms, book: GroupBook, keep_unmatched: bool) -> Assignment:
-    count = len(comms.comm)
-    assignment = Assignment([None] * count, [None] * count, [None] * count, [None] * count)
-    known: dict[int, tuple[GroupKey | None, int | None, int | None]] = {}
-    for position, comm in enumerate(comms.comm):
-        # Equal descriptions are one object, so that each is looked up once.
-        if id(comm) not in known:
-            known[id(comm)] = _place(comms.rank, comm, book, keep_unmatched)
-        key, peer, nbytes = known[id(comm)]
-        assignment.group[position] = key
-        assignment.peer[position] = peer
-        assignment.nbytes[position] = nbytes
-        name = "early-without-group" if comm.early else "kept-without-group"
-        book.counts[name] += key is None
-        book.counts["assumed-world-group"] += key is book.assumed
-    return assignment
-
-
-def _place(
-    rank: int, comm: CommOp, book: GroupBook, keep_unmatched: bool
-) -> tuple[GroupKey | None, int | None, int | None]:
-    """Group, partner and payload of a communication; no group when it is kept without.
-
-    What was launched before the recording began may not tell, and is always kept.
-    """
-    try:
-        key = book.assign(rank, comm)
-        peer = _peer(rank, comm, key)
-    except GroupError:
-        if not (keep_unmatched or comm.early):
-            raise
-        return None, None, comm.nbytes
-    nbytes = comm.nbytes
-    if nbytes is not None and comm.share:
-        nbytes *= len(key.ranks)
-    return key, peer, nbytes
-
-
-def _peer(rank: int, comm: CommOp, key: GroupKey) -> int | None:
-    """Global rank of the partner; it has to be another member of the group."""
-    if not comm.kind.is_p2p:
-        return None
-    found = [comm.peer] if comm.peer in key.ranks else []
-    if comm.group_peer is not None and 0 <= comm.group_peer < len(key.ranks):
-        found.append(key.ranks[comm.group_peer])
-    for peer in found:
-        if peer != rank:
-            return peer
-    raise GroupError(
-        f"{comm.kind} does not tell its partner",
-        where=f"rank {rank}, group {key.name!r}",
-        hint="profile with record_shapes=True on torch ≥ 2.5, or keep such operations as local "
-        "spans with --unmatched keep",
-    )
 
 
 def _sequence(matcher: _Matcher, rank: int, positions: list[int]) -> OpSequence:
@@ -274,6 +192,7 @@ def _by_order(matcher: _Matcher, key: GroupKey, sequences: dict[int, OpSequence]
                 matcher.counts["kept-unmatched"] += sum(map(len, sequences.values()))
                 return None
             raise _mismatch(key, sequences[reference], sequence, best)
+        matcher.counts["ambiguous-window"] += best.ambiguous
         shift = 0 if rank == reference else best.shift
         numbers[rank] = [k + shift for k in range(len(sequence))]
     return numbers
@@ -398,6 +317,7 @@ def _match_pair(
             matcher.counts["kept-unmatched"] += len(sends) + len(recvs)
             return
         raise _mismatch(key, sends, recvs, best, p2p=True)
+    matcher.counts["ambiguous-window"] += best.ambiguous
     at, bt = best.slices(sends, recvs)
     for sequence, chosen in ((sends, at), (recvs, bt)):
         assignment = matcher.assignments[sequence.rank]

@@ -20,8 +20,9 @@ import polars as pl
 from prismtrace import __version__
 from prismtrace.converters.groups import GroupBook, GroupKey, read_groups_file
 from prismtrace.converters.kineto.rank import RankOptions, RankTrace, convert_rank
-from prismtrace.converters.matching import Assignment, match
+from prismtrace.converters.matching import match
 from prismtrace.converters.parts import disk_errors, workspace
+from prismtrace.converters.placing import Assignment
 from prismtrace.converters.workers import run_tasks
 from prismtrace.errors import (
     InputFileError,

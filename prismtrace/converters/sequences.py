@@ -11,7 +11,7 @@ as one offset fits all operations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,8 @@ _MAX_SHIFT = 64
 _TOLERANCE_NS = 100_000
 # Clocks of different hosts run apart by up to some tens of µs a second.
 _DRIFT = 50e-6
+# Ends of one collective differ between its members by some tens of µs.
+_NOISE_NS = 20_000
 _KIND_CODE = {kind: code for code, kind in enumerate(Kind)}
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(DType)}
 _OTHER = _KIND_CODE[Kind.OTHER_COMM]
@@ -149,6 +151,8 @@ class Overlay:
     overlap: int
     agreeing: int
     violations: int
+    ambiguous: bool = False
+    """Another shift is as good: operations repeat with a constant period."""
 
     def slices(self, a: OpSequence, b: OpSequence) -> tuple[slice, slice]:
         """The parts of a and b that lie on each other."""
@@ -169,27 +173,52 @@ def best_overlay(a: OpSequence, b: OpSequence, *, p2p: bool = False) -> Overlay:
     backend buffers), so p2p goes by looks alone.
     """
     longest = max(len(a), len(b))
+    whole = _rate(a, b, 0, p2p=p2p)
+    if len(a) == len(b) == whole.agreeing and not whole.violations:
+        return whole
+    least = _least_overlap(a, b)
     tried: list[tuple[int, int, int, int, int]] = []
     for shift in _shifts(a, b):
         at, bt = _overlap(len(a), len(b), shift)
         size = at.stop - at.start
-        if size > 0:
+        if size >= least:
             agreeing = int(agree(a, b, at, bt, p2p=p2p).sum())
             # Operations that look different or are left without a partner.
             tried.append((longest - agreeing, abs(shift), shift, size, agreeing))
-    best = Overlay(0, 0, 0, 0)
-    best_cost: tuple[float, ...] | None = None
+    found: list[tuple[tuple[int, int, float], Overlay]] = []
+    lowest = longest * 3
     for cost, _, shift, size, agreeing in sorted(tried):
-        if best_cost is not None and (cost > best_cost[0] or best_cost == (cost, 0, 0.0)):
+        if cost > lowest:
             break
-        at, bt = _overlap(len(a), len(b), shift)
-        wrong = 0 if p2p else violations(a, b, at, bt)
-        found = (cost + wrong, size - agreeing, _spread(a, b, at, bt) if size > 3 else 0.0)
-        if best_cost is None or found < best_cost:
-            best, best_cost = Overlay(shift, size, agreeing, wrong), found
-        if shift == 0 and size == longest and found[:2] == (0, 0):
-            break
-    return best
+        overlay = _rate(a, b, shift, p2p=p2p)
+        lowest = min(lowest, cost + overlay.violations)
+        spread = _spread(a, b, *overlay.slices(a, b)) if size > 3 else 0.0
+        found.append(((cost + overlay.violations, size - agreeing, spread), overlay))
+    if not found:
+        return Overlay(0, 0, 0, 0)
+    # Stable: of equally good ones the smallest shift comes first.
+    (best_key, best), *others = sorted(found, key=lambda entry: entry[0])
+    limit = 2 * best_key[2] + _NOISE_NS
+    rivals = [key for key, _ in others if key[:2] == best_key[:2] and key[2] < limit]
+    return replace(best, ambiguous=bool(rivals))
+
+
+def _rate(a: OpSequence, b: OpSequence, shift: int, *, p2p: bool) -> Overlay:
+    at, bt = _overlap(len(a), len(b), shift)
+    agreeing = int(agree(a, b, at, bt, p2p=p2p).sum())
+    return Overlay(shift, at.stop - at.start, agreeing, 0 if p2p else violations(a, b, at, bt))
+
+
+def _least_overlap(a: OpSequence, b: OpSequence) -> int:
+    """Half of the operations that both may have recorded.
+
+    Windows differ at their ends. What would leave most operations alone is no explanation,
+    unless the numbers of the steps say so.
+    """
+    shared = min(
+        int((np.isin(x.step, y.step) | (x.step == _UNKNOWN)).sum()) for x, y in ((a, b), (b, a))
+    )
+    return max(1, (shared + 1) // 2)
 
 
 def _shifts(a: OpSequence, b: OpSequence) -> list[int]:

@@ -20,8 +20,8 @@ from prismtrace.converters.kineto.issued import IssuedOps, expand_batches
 from prismtrace.converters.kineto.names import CommPatterns
 from prismtrace.converters.kineto.reader import KinetoFile, read_kineto
 from prismtrace.converters.kineto.spans import build_nodes
-from prismtrace.converters.matching import RankComms
 from prismtrace.converters.parts import disk_errors
+from prismtrace.converters.placing import RankComms
 from prismtrace.errors import InputFileError, RankError
 
 __all__ = ["RankOptions", "RankTrace", "convert_rank", "find_rank"]
