@@ -255,8 +255,12 @@ class SliceInfo(_Model):
     """Which part of a slicing campaign a slice is."""
 
     index: Annotated[int, Field(ge=0)]
+    """Files with the same index and real ranks are repeats: executions of the same slice."""
     real_ranks: RankList
     virtual_ranks_policy: str = "early"
+    origin_ns: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """When all ranks were let go, in the slice's clock: rows that depend on nothing start this
+    long after it in every execution. Null: when the first row of the slice starts."""
 
 
 class TraceHeader(_Model):
