@@ -8,7 +8,10 @@ its stream; a wait adds the frontier of the stream that is waited for. Sources, 
 * ``cuda_sync`` events (recorded on request): which stream waited for which event, and where
   the host waited for the device;
 * what `record_param_comms` entries stand for: a communication first waits for the stream that
-  its thread uses, and a ``wait`` entry lets that stream wait for the communication.
+  its thread uses, and a ``wait`` entry lets that stream wait for the communication;
+* other `cudaStreamWaitEvent` calls: futures (DDP's buckets) are waited for without an entry,
+  and since CUDA 12.9 ``cuda_sync`` events no longer tell for which event. Such a call is taken
+  to wait for the oldest communication that nobody has waited for and that had ended by then.
 
 An edge always leads from an operation issued earlier to one issued later, so the graph of a
 rank has no cycle, and never to an operation that had started before its source ended.
@@ -25,6 +28,7 @@ from typing import Any
 import polars as pl
 
 from prismtrace.converters.kineto.carried import is_wait
+from prismtrace.converters.kineto.device import enclosing
 from prismtrace.converters.kineto.issued import IssuedOps
 from prismtrace.converters.kineto.reader import KinetoFile
 
@@ -52,6 +56,7 @@ def link(ops: IssuedOps, file: KinetoFile, counts: Counter[str]) -> None:
     moments += explicit
     moments += _host_waits(replay, file, calls, counts)
     moments += _record_waits(replay, file, [moment[0] for moment in explicit])
+    moments += _other_waits(replay, file, calls)
     moments.sort(key=lambda moment: moment[:3])
     for *_, action, arguments in moments:
         action(*arguments)
@@ -80,8 +85,9 @@ class _Replay:
         self._recent_stream: str | None = None
         self._last_of_thread: dict[int | None, int] = {}
         self._unwaited: deque[int] = deque(maxlen=_MOST_UNWAITED)
-        self._guesses: dict[str | None, list[list[int]]] = defaultdict(list)
-        """Stream (null: not known yet) -> candidates of each wait that names none."""
+        self._guesses: dict[str | None, list[list[int] | None]] = defaultdict(list)
+        """Stream (null: not known yet) -> candidates of each wait that names none; null stands
+        for the communications that nobody has waited for, oldest first."""
         self._open_batch: tuple[int, Frontier] | None = None
         self._numbered = any(comm is not None and comm.local_seq is not None for comm in ops.comm)
 
@@ -180,19 +186,34 @@ class _Replay:
         else:
             self._guesses[stream].append(candidates)
 
+    def other_wait(self, tid: int, stream: str | None) -> None:
+        """A stream waits for an event that nothing tells about."""
+        waiting = stream or self._stream_of.get(tid, self._recent_stream)
+        if self._unwaited:
+            self._guesses[waiting].append(None)
+
     def _resolve(self, stream: str, position: int) -> None:
         """Decide what the waits of a stream stood for: an operation is about to follow them."""
         start = self._ops.start_ns[position]
-        for candidates in self._guesses.pop(stream, []):
-            source = next((p for p in candidates if self._before(p, start)), None)
+        for known in self._guesses.pop(stream, []):
+            candidates = list(self._unwaited) if known is None else known
+            source = next(
+                (
+                    p
+                    for p in candidates
+                    if self._before(p, start) and (known or self._ops.stream[p] != stream)
+                ),
+                None,
+            )
             if source is None:
-                self._counts["unresolved-record-wait"] += 1
+                self._counts["unresolved-record-wait"] += known is not None
                 continue
             own = self._ops.stream[source]
             left = (p for p in self._unwaited if self._ops.stream[p] != own or p > source)
             self._unwaited = deque(left, maxlen=_MOST_UNWAITED)
             if own != stream:
-                _unite(self._frontier[stream], {own: (source, "record-wait")})
+                origin = "inferred-wait" if known is None else "record-wait"
+                _unite(self._frontier[stream], {own: (source, origin)})
 
 
 def _unite(target: Frontier, other: Mapping[str, tuple[int, str]], origin: str = "") -> None:
@@ -330,3 +351,32 @@ def _record_waits(replay: _Replay, file: KinetoFile, explicit: list[int]) -> lis
         seq = row["seq"] if row["seq"] is not None else int(first) if first.isdigit() else None
         moments.append((end, _BEFORE, row["row"], replay.record_wait, (row["tid"], seq)))
     return moments
+
+
+def _other_waits(replay: _Replay, file: KinetoFile, calls: Mapping[int, _Call]) -> list[_Moment]:
+    """`cudaStreamWaitEvent` calls that no record and no resolved ``cuda_sync`` event explains."""
+    resolved: set[int] = set()
+    stream_of: dict[int, str] = {}
+    for row in _sync_rows(file, "Stream Wait Event"):
+        if row["wait_on_record_correlation"] in calls:
+            resolved.add(row["correlation"])
+        elif row["stream"] is not None:
+            stream_of[row["correlation"]] = f"stream {row['stream']}"
+    waits = [
+        (correlation, call.tid, call.start_ns)
+        for correlation, call in calls.items()
+        if call.name == "cudaStreamWaitEvent" and correlation not in resolved
+    ]
+    points = pl.DataFrame(
+        waits, schema={"key": pl.Int64, "tid": pl.Int64, "at_ns": pl.Int64}, orient="row"
+    )
+    inside = file.events.filter(
+        (pl.col("name") == "record_param_comms") | pl.col("name").str.starts_with("nccl:")
+    )
+    explained = enclosing(points, inside).filter(pl.col("row").is_not_null()).get_column("key")
+    known = set(explained.to_list())
+    return [
+        (at, _BEFORE, correlation, replay.other_wait, (tid, stream_of.get(correlation)))
+        for correlation, tid, at in waits
+        if correlation not in known
+    ]
