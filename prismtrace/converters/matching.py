@@ -168,6 +168,7 @@ def _order_is_better(sequences: dict[int, OpSequence], numbers: Numbers) -> bool
 def _ids_agree(sequences: dict[int, OpSequence], numbers: Numbers) -> bool:
     """Operations with one number look alike, and each rank meets common numbers in order."""
     reference = min(sequences)
+    a = sequences[reference].without_steps()
     place = {number: k for k, number in enumerate(numbers[reference])}
     for rank, sequence in sequences.items():
         common = [(place[n], k) for k, n in enumerate(numbers[rank]) if n in place]
@@ -176,7 +177,7 @@ def _ids_agree(sequences: dict[int, OpSequence], numbers: Numbers) -> bool:
         at, bt = np.array(common, dtype=np.int64).T
         if (np.diff(at) <= 0).any():
             return False
-        if not agree(sequences[reference], sequence, at, bt, p2p=False).all():
+        if not agree(a, sequence, at, bt, p2p=False).all():
             return False
     return True
 
@@ -187,7 +188,13 @@ def _by_order(matcher: _Matcher, key: GroupKey, sequences: dict[int, OpSequence]
     numbers: Numbers = {}
     for rank, sequence in sequences.items():
         best = best_overlay(sequences[reference], sequence)
-        if rank != reference and best.agreeing < best.overlap:
+        if best.agreeing < best.overlap:
+            # Ranks may count their steps differently.
+            plain = best_overlay(sequences[reference].without_steps(), sequence)
+            if plain.agreeing == plain.overlap and not plain.violations:
+                matcher.counts["steps-differ"] += 1
+                best = plain
+        if best.agreeing < best.overlap:
             if matcher.keep_unmatched:
                 matcher.counts["kept-unmatched"] += sum(map(len, sequences.values()))
                 return None

@@ -40,7 +40,14 @@ __all__ = ["ConvertReport", "convert"]
 PathLike = str | os.PathLike[str]
 
 # Counts that tell what was done, not what was wrong.
-_INFORMATIVE = ("events", "kept", "outside-steps", "shared-correlation", "coalesced-launch")
+_INFORMATIVE = (
+    "events",
+    "kept",
+    "outside-steps",
+    "assumed-one-step",
+    "shared-correlation",
+    "coalesced-launch",
+)
 _INFORMATIVE_PREFIX = ("matched-", "edge-")
 # Event kinds that conversion never uses; dropping them is no repair.
 _UNUSED = ("dropped-flow", "dropped-instant", "dropped-metadata", "dropped-trace-span")

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prismtrace.converters.kineto.carried import CommOp
-from prismtrace.schema import DType, Kind
+from prismtrace.schema import ROOTED_KINDS, DType, Kind
 
 __all__ = ["OpSequence", "Overlay", "agree", "best_overlay", "make_sequence", "violations"]
 
@@ -34,6 +34,7 @@ _NOISE_NS = 20_000
 _KIND_CODE = {kind: code for code, kind in enumerate(Kind)}
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(DType)}
 _OTHER = _KIND_CODE[Kind.OTHER_COMM]
+_LOOSE = [_KIND_CODE[kind] for kind in (*ROOTED_KINDS, Kind.OTHER_COMM)]
 _UNKNOWN = -1
 
 
@@ -67,6 +68,10 @@ class OpSequence:
             + (f", {size} bytes," if size != _UNKNOWN else "")
             + (f" in step {step}" if step != _UNKNOWN else "")
         )
+
+    def without_steps(self) -> OpSequence:
+        """The same operations with unknown step numbers."""
+        return replace(self, step=np.full_like(self.step, _UNKNOWN))
 
 
 def make_sequence(
@@ -126,15 +131,17 @@ def violations(a: OpSequence, b: OpSequence, at: Ints | slice, bt: Ints | slice)
 
     A pair bounds the offset of b's clock from both sides: neither may start after the other
     has ended. The offset that fits most pairs is taken (zero on one host); the rest count.
+    Rooted collectives say nothing: the root of a broadcast may end before others start.
     """
-    low = a.start[at] - b.end[bt] - _TOLERANCE_NS
-    high = a.end[at] - b.start[bt] + _TOLERANCE_NS
+    both = ~np.isin(a.kind[at], _LOOSE) & ~np.isin(b.kind[bt], _LOOSE)
+    low = (a.start[at] - b.end[bt] - _TOLERANCE_NS)[both]
+    high = (a.end[at] - b.start[bt] + _TOLERANCE_NS)[both]
     if _one_clock(a, b):
         fitting = int(((low <= 0) & (high >= 0)).sum())
     elif len(low) == 0:
         fitting = 0
     else:
-        ends = a.end[at]
+        ends = a.end[at][both]
         drift = (np.abs(ends - (ends[0] + ends[-1]) // 2) * _DRIFT).astype(np.int64)
         low, high = np.sort(low - drift), np.sort(high + drift)
         opened = np.arange(1, len(low) + 1)

@@ -150,6 +150,15 @@ def test_step_numbers_tell_windows_that_differ_by_whole_steps() -> None:
     assert counts["matched-by-order"] == 200
 
 
+def test_ranks_that_count_steps_differently() -> None:
+    a, b = history(6)
+    for k, (one, two) in enumerate(zip(a, b, strict=True)):
+        one.step, two.step = k // 3, 7 + k // 3
+    found, counts = run(rank_comms(0, a), rank_comms(1, b))
+    assert found[1].seq == list(range(6))
+    assert counts == {"matched-by-order": 6, "steps-differ": 1}
+
+
 @pytest.mark.parametrize("offset_s", [-7, 3, 86_400])
 def test_clocks_of_hosts_that_differ(offset_s: int) -> None:
     a, b = history(20)

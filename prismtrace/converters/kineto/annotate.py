@@ -39,7 +39,7 @@ def step_ranges(file: KinetoFile, step_from: str, counts: Counter[str]) -> list[
             step), ``auto`` (the former if there, else the latter) or a pattern for the
             names of annotations; its first group, if any, is the step's number, otherwise
             they are counted from 0.
-        counts: numbers that had to be replaced are counted here.
+        counts: numbers that had to be replaced or assumed are counted here.
 
     Raises:
         StepError: the wanted ranges are not in the file, or the pattern is invalid.
@@ -55,6 +55,7 @@ def step_ranges(file: KinetoFile, step_from: str, counts: Counter[str]) -> list[
     if found:
         return found
     if step_from == "auto":
+        counts["assumed-one-step"] += 1
         return [(-(2**63), 2**63, 0)]
     raise StepError(
         f"no annotation matches {pattern!r}",

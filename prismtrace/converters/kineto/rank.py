@@ -112,7 +112,7 @@ def convert_rank(
         groups=tuple(
             NamedGroup(group.name, group.desc, group.ranks) for group in file.metadata.groups
         ),
-        comms=_compact(rank, file.metadata.host_name, carried, nodes),
+        comms=_compact(rank, file.metadata.host_name, carried, nodes, counts),
         streams=tuple(nodes.get_column("stream").unique(maintain_order=True)),
         steps=tuple(nodes.get_column("step").drop_nulls().unique().sort()),
         nodes=nodes_path,
@@ -155,9 +155,17 @@ def _operations(file: KinetoFile, options: RankOptions, counts: Counter[str]) ->
 
 
 def _compact(
-    rank: int, host: str | None, carried: list[tuple[int, CommOp]], nodes: pl.DataFrame
+    rank: int,
+    host: str | None,
+    carried: list[tuple[int, CommOp]],
+    nodes: pl.DataFrame,
+    counts: Counter[str],
 ) -> RankComms:
     """Communications with equal descriptions shared: matching holds those of all ranks."""
+    steps = nodes.get_column("step")
+    if counts["assumed-one-step"]:
+        # A number that the file does not show must not count against other ranks.
+        steps = pl.repeat(None, nodes.height, dtype=pl.Int32, eager=True)
     shared: dict[CommOp, CommOp] = {}
     index = np.array([position for position, _ in carried], dtype=np.int64)
     plain = [replace(comm, seq=None, local_seq=None, comms_id=None) for _, comm in carried]
@@ -170,6 +178,6 @@ def _compact(
         end_ns=start + nodes.get_column("dur_ns").to_numpy()[index],
         seq=[comm.seq for _, comm in carried],
         comms_id=[comm.comms_id for _, comm in carried],
-        step=nodes.get_column("step").gather(index).to_list(),
+        step=steps.gather(index).to_list(),
         host=host,
     )
