@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         propagate_batch,
         slack,
     )
+    from prismcalib.waiting import WaitRules
 
 __all__ = [
     "BatchTiming",
@@ -52,6 +53,7 @@ __all__ = [
     "MissingMemberError",
     "Prediction",
     "Timing",
+    "WaitRules",
     "critical_path",
     "critical_rows",
     "graph_from_trace",
@@ -78,6 +80,7 @@ _HOMES = {
         "propagate_batch",
         "slack",
     ),
+    "waiting": ("WaitRules",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -15,29 +15,17 @@ at most twice, and the work per row stays in a few cache lines:
 
 Rows to try are taken from a stack: last in, first out keeps working on the rank whose rows
 are in the cache.  What is left to wait for is memory, so each step asks for the row that comes
-`_AHEAD` places later on the same rank; that alone doubles the speed.
+`AHEAD` places later on the same rank; that alone doubles the speed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numba
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
+from prismcalib.compiling import AHEAD, compiled, read_only, will_read, will_write
 from prismcalib.graph import Graph, Int32Array, Int64Array
 
-__all__ = ["backward", "forward", "replay"]
-
-_AHEAD = 16
-# Scenarios of one pass of `replay`: their ends of one row fill two cache lines.
-_BLOCK = 16
-_NO_TIMES = np.empty(0, np.int64)
-_NO_TIMES.flags.writeable = False
+__all__ = ["backward", "forward"]
 
 
 def forward(graph: Graph, release: Int64Array | None) -> tuple[Int64Array, Int64Array, Int32Array]:
@@ -58,8 +46,8 @@ def forward(graph: Graph, release: Int64Array | None) -> tuple[Int64Array, Int64
         graph.duration_ns,
         graph.dep_offsets,
         graph.dep_rows,
-        _read_only(graph.dep_lag_ns),
-        _read_only(release),
+        read_only(graph.dep_lag_ns),
+        read_only(release),
         graph.instance,
         graph.instance_size,
         start,
@@ -80,125 +68,27 @@ def backward(graph: Graph, order: Int32Array, start: Int64Array, end: Int64Array
             graph.duration_ns,
             graph.dep_offsets,
             graph.dep_rows,
-            _read_only(graph.dep_lag_ns),
+            read_only(graph.dep_lag_ns),
             graph.instance,
-            _read_only(order),
-            _read_only(start),
+            read_only(order),
+            read_only(start),
             int(end.max()),
             slack,
         )
     return slack
 
 
-def replay(
-    graph: Graph,
-    release: Int64Array | None,
-    durations: Int64Array,
-    order: Int32Array,
-    step: Int32Array,
-    step_count: int,
-    *,
-    times: bool,
-) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
-    """Times of K scenarios in a known order of completion, `_BLOCK` scenarios a pass.
-
-    Args:
-        graph: its durations are not used.
-        release: int64[n] >= 0, or None for zeros.
-        durations: int64[n, K], C order, read-only.
-        order: of any propagation of the graph: durations do not change what comes after what.
-        step: int32[n], -1: none.
-        step_count: S, more than the largest step.
-        times: fill start and end.
-
-    Returns:
-        last end int64[K], last end per step int64[K, S], start and end int64[n, K] (garbage
-        unless `times`).
-    """
-    rows, scenarios = durations.shape
-    width = scenarios if times else min(scenarios, _BLOCK)
-    end = np.empty((rows, width), np.int64)
-    start = np.empty((rows, scenarios if times else 0), np.int64)
-    # Steps first, so that the scenarios of a pass lie together; row S: the last of all.
-    last_end = np.zeros((step_count + 1, scenarios), np.int64)
-    for first in range(0, scenarios, _BLOCK):
-        _replay(
-            _read_only(order),
-            durations,
-            first,
-            min(first + _BLOCK, scenarios),
-            graph.dep_offsets,
-            graph.dep_rows,
-            _read_only(graph.dep_lag_ns),
-            _read_only(release),
-            graph.instance,
-            _read_only(step),
-            end,
-            first if times else 0,
-            last_end,
-        )
-    if times:
-        lags = _read_only(graph.dep_lag_ns)
-        _starts(graph.dep_offsets, graph.dep_rows, lags, _read_only(release), end, start)
-    return last_end[step_count], np.ascontiguousarray(last_end[:step_count].T), start, end
-
-
-def _read_only(array: Any) -> Any:
-    """A read-only view, since numba compiles anew for each mix of writable and read-only."""
-    if array is None:
-        return _NO_TIMES
-    view = array.view()
-    view.flags.writeable = False
-    return view
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled at its first call, kept on disk where a folder can be written."""
-    options = {"nogil": True, "boundscheck": False}
-    try:
-        return numba.njit(cache=True, **options)(function)  # type: ignore[no-any-return]
-    except RuntimeError:
-        # numba found no writable folder: compile once per process instead.
-        return numba.njit(**options)(function)  # type: ignore[no-any-return]
-
-
-def _prefetch_intrinsic(write: int) -> Any:
-    """`prefetch(array, index)`: ask for the cache line of an element, soon read or written."""
-
-    def prefetch(_typing: Any, array: Any, _index: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            data = context.make_array(signature.args[0])(context, builder, args[0]).data
-            pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-            flag = ir.IntType(32)
-            function = cgutils.get_or_insert_function(
-                builder.module,
-                ir.FunctionType(ir.VoidType(), [pointer.type, flag, flag, flag]),
-                "llvm.prefetch.p0",
-            )
-            # Keep in all cache levels (3); data, not instructions (1).
-            builder.call(function, [pointer, flag(write), flag(3), flag(1)])
-            return context.get_dummy_value()
-
-        return types.void(array, types.intp), generate
-
-    return intrinsic(prefetch)
-
-
-_will_read = _prefetch_intrinsic(0)
-_will_write = _prefetch_intrinsic(1)
-
-
 # Kernels. numba reads the arrays' types at the call; `int(...)` widens row numbers to 64 bits.
 
 
-@_compiled
+@compiled
 def _wait_for(dep: int, row: int, end: Int64Array, link: Int32Array) -> None:
     """Put the row in front of the waiters of an unfinished dependency."""
     link[row] = -2 - end[dep]
     end[dep] = -2 - row
 
 
-@_compiled
+@compiled
 def _finish(
     row: int, time: int, end: Int64Array, link: Int32Array, stack: Int32Array, height: int
 ) -> int:
@@ -212,7 +102,7 @@ def _finish(
     return height
 
 
-@_compiled
+@compiled
 def _prepare(
     offsets: Int64Array,
     deps: Int32Array,
@@ -234,7 +124,7 @@ def _prepare(
     return height
 
 
-@_compiled
+@compiled
 def _forward(
     duration: Int64Array,
     offsets: Int64Array,
@@ -259,15 +149,15 @@ def _forward(
     while height > 0:
         height -= 1
         row = int(stack[height])
-        ahead = row + _AHEAD
+        ahead = row + AHEAD
         if ahead < rows:
-            _will_read(offsets, ahead)
-            _will_read(duration, ahead)
-            _will_read(instance, ahead)
-            _will_write(start, ahead)
-            _will_write(end, ahead)
-            _will_write(link, ahead)
-            _will_read(deps, offsets[row] + 2 * _AHEAD)
+            will_read(offsets, ahead)
+            will_read(duration, ahead)
+            will_read(instance, ahead)
+            will_write(start, ahead)
+            will_write(end, ahead)
+            will_write(link, ahead)
+            will_read(deps, offsets[row] + 2 * AHEAD)
 
         first, last = offsets[row], offsets[row + 1] - 1
         edge = last - start[row]
@@ -305,7 +195,7 @@ def _forward(
     return finished
 
 
-@_compiled
+@compiled
 def _backward(
     duration: Int64Array,
     offsets: Int64Array,
@@ -330,98 +220,17 @@ def _backward(
                 member = order[first]
                 latest = min(latest, slack[member] - duration[member])
         for position in range(last, first - 1, -1):
-            if position >= _AHEAD:
-                ahead = order[position - _AHEAD]
-                _will_write(slack, ahead)
-                _will_read(duration, ahead)
-                _will_read(offsets, ahead)
-                _will_read(start, ahead)
-                _will_read(instance, ahead)
-                _will_read(deps, offsets[order[position - _AHEAD // 2]])
+            if position >= AHEAD:
+                ahead = order[position - AHEAD]
+                will_write(slack, ahead)
+                will_read(duration, ahead)
+                will_read(offsets, ahead)
+                will_read(start, ahead)
+                will_read(instance, ahead)
+                will_read(deps, offsets[order[position - AHEAD // 2]])
             row = order[position]
             slack[row] = latest - start[row]
             for edge in range(offsets[row], offsets[row + 1]):
                 dep = deps[edge]
                 slack[dep] = min(slack[dep], latest - (lags[edge] if len(lags) else 0))
         last = first - 1
-
-
-@_compiled
-def _replay(
-    order: Int32Array,
-    duration: Int64Array,
-    first: int,
-    stop: int,
-    offsets: Int64Array,
-    deps: Int32Array,
-    lags: Int64Array,
-    release: Int64Array,
-    instance: Int32Array,
-    step: Int32Array,
-    end: Int64Array,
-    column: int,
-    last_end: Int64Array,
-) -> None:
-    """Fill columns `column` ... of end with scenarios first ... stop - 1, and last_end."""
-    rows = len(order)
-    width = stop - first
-    ready = np.empty(width, np.int64)
-    steps = len(last_end) - 1
-    position = 0
-    while position < rows:
-        if position + _AHEAD < rows:
-            ahead = order[position + _AHEAD]
-            _will_read(offsets, ahead)
-            _will_read(instance, ahead)
-            _will_read(duration, ahead)
-            nearer = order[position + _AHEAD // 2]
-            _will_read(deps, offsets[nearer])
-        row = order[position]
-        number = instance[row]
-        following = position + 1
-        if number >= 0:
-            while following < rows and instance[order[following]] == number:
-                following += 1
-        for q in range(width):
-            ready[q] = 0
-        for at in range(position, following):
-            row = order[at]
-            if len(release):
-                for q in range(width):
-                    ready[q] = max(ready[q], release[row])
-            for edge in range(offsets[row], offsets[row + 1]):
-                dep = int(deps[edge])
-                lag = lags[edge] if len(lags) else 0
-                for q in range(width):
-                    ready[q] = max(ready[q], end[dep, column + q] + lag)
-        for at in range(position, following):
-            row = order[at]
-            number = step[row]
-            for q in range(width):
-                time = ready[q] + duration[row, first + q]
-                end[row, column + q] = time
-                last_end[steps, first + q] = max(last_end[steps, first + q], time)
-            if number >= 0:
-                for q in range(width):
-                    time = end[row, column + q]
-                    last_end[number, first + q] = max(last_end[number, first + q], time)
-        position = following
-
-
-@_compiled
-def _starts(
-    offsets: Int64Array,
-    deps: Int32Array,
-    lags: Int64Array,
-    release: Int64Array,
-    end: Int64Array,
-    start: Int64Array,
-) -> None:
-    """Fill start of all rows and scenarios from the ends."""
-    for row in range(len(start)):
-        start[row, :] = release[row] if len(release) else 0
-        for edge in range(offsets[row], offsets[row + 1]):
-            dep = int(deps[edge])
-            lag = lags[edge] if len(lags) else 0
-            for q in range(start.shape[1]):
-                start[row, q] = max(start[row, q], end[dep, q] + lag)

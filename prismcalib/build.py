@@ -13,6 +13,7 @@ import polars as pl
 
 from prismcalib.errors import CoverageError, MergeInputError, MissingMemberError
 from prismcalib.graph import Graph, Int32Array, Int64Array
+from prismcalib.waiting import WaitRules, apply_wait_rules, waiting_rows
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import TraceHeader
 from prismtrace.trace import Trace, instance_columns, node_ids
@@ -35,7 +36,8 @@ def graph_from_trace(trace: Trace) -> tuple[Graph, pl.DataFrame]:
 
     A sync member lasts its `transfer_ns`, or its whole `dur_ns` where no transfer is known;
     unknown durations are 0.  Lags are those of the trace; rows that depend on nothing are
-    released at their `start_ns`.
+    released at their `start_ns`.  Of a calibrated trace, the wait rules are those it was merged
+    with.
 
     Raises:
         MergeInputError: ids, deps or groups of the trace contradict each other.
@@ -43,7 +45,8 @@ def graph_from_trace(trace: Trace) -> tuple[Graph, pl.DataFrame]:
     """
     rows = sorted_rows(trace)
     graph = structure_graph(rows, trace.header)
-    synced = pl.Series(graph.instance >= 0)
+    graph = apply_wait_rules(graph, rows, trace.header, WaitRules.of(trace.header))
+    synced = pl.Series(waiting_rows(graph))
     duration = rows.select(
         pl.when(synced).then(pl.col("transfer_ns")).fill_null(pl.col("dur_ns")).fill_null(0)
     ).to_series()

@@ -34,6 +34,30 @@ class ClockMode(StrEnum):
 
 Calibrated = Annotated[Path, typer.Argument(help="Trace that `prismcalib merge` wrote.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+EagerBelow = Annotated[
+    int,
+    typer.Option(
+        metavar="BYTES",
+        min=0,
+        help="Sends of fewer bytes do not wait for their receiver; 0: all wait.",
+    ),
+]
+Rooted = Annotated[
+    bool,
+    typer.Option(
+        "--rooted",
+        help="In broadcast and scatter, wait for the root only; in reduce and gather, only the "
+        "root waits. Otherwise all wait for all.",
+    ),
+]
+SparseAllToAll = Annotated[
+    bool,
+    typer.Option(
+        "--sparse-all-to-all",
+        help="In all_to_all, wait only for ranks that send something (known from bytes = 0, or "
+        "per pair from the column x_send_bytes).",
+    ),
+]
 
 
 def _duration(text: str) -> int:
@@ -72,6 +96,9 @@ def merge(
             "(median over all), e.g. 500us.",
         ),
     ] = "10ms",
+    eager_below: EagerBelow = 0,
+    rooted: Rooted = False,
+    sparse_all_to_all: SparseAllToAll = False,
     json: Json = False,
 ) -> None:
     """Put all ranks of a run on one timeline; split every collective into wait and transfer.
@@ -80,8 +107,10 @@ def merge(
     """
     limit_ns = _duration(max_residual)
     from prismcalib.merging import merge as merge_trace
+    from prismcalib.waiting import WaitRules
     from prismtrace.trace import open_trace
 
+    rules = WaitRules(eager_below=eager_below, rooted=rooted, sparse_all_to_all=sparse_all_to_all)
     with progress("merging"):
         trace = open_trace(list(inputs))
         result = merge_trace(
@@ -89,6 +118,7 @@ def merge(
             engine=engine.value,
             clock=clock.value,
             max_residual_ns=limit_ns,
+            rules=rules,
             verify=verify,
         )
         result.write(output)

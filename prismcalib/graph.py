@@ -4,17 +4,19 @@ One row per operation, in (rank, index) order, so that the rows of a rank lie to
 most dependencies point a short way back.  Propagation of shuffled rows is correct too, but
 several times slower.
 
-Two kinds of constraint connect rows:
+Three kinds of constraint connect rows:
 
 * a *dependency* of row n on row p: n starts no earlier than p's end plus a lag;
 * a *sync instance*: one execution of a collective or of one matched send-recv pair.  Its
-  members wait until the last of them has started, then each transfers for its own duration.
+  members wait until the last of them has started, then each transfers for its own duration;
+* a *wait* of row n for row m, where not everybody waits for everybody (`prismcalib.waiting`):
+  after its own start, n waits until m has started as well, then transfers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -48,6 +50,9 @@ class Graph:
         dep_lag_ns: int64[e], least time between the end of the dependency and the start of
             the row; None if no dependency has a lag.
         release_ns: int64[n], earliest start of every row; None if all may start at 0.
+        wait_offsets, wait_rows: int64[n + 1] and int32[w], or None: once it has started, row i
+            waits for the starts of `wait_rows[wait_offsets[i]:wait_offsets[i + 1]]`.  Such a
+            row is in no sync instance.
         labels: names a row in error texts (rank, kind, name, group, seq).
 
     Any integer arrays are accepted; the attributes are read-only arrays of the types above.
@@ -63,6 +68,8 @@ class Graph:
     instance_size: Int32Array
     dep_lag_ns: Int64Array | None = None
     release_ns: Int64Array | None = None
+    wait_offsets: Int64Array | None = None
+    wait_rows: Int32Array | None = None
     labels: Callable[[int], str] | None = None
 
     def __post_init__(self) -> None:
@@ -82,9 +89,10 @@ class Graph:
         instances: Sequence[int] | None = None,
         instance_sizes: Sequence[int] | None = None,
         releases_ns: Sequence[int] | None = None,
+        waits: Sequence[Sequence[int]] | None = None,
         labels: Callable[[int], str] | None = None,
     ) -> Graph:
-        """Build a small graph by hand: one list of dependencies per row.
+        """Build a small graph by hand: one list of dependencies, lags and waits per row.
 
         Without `instance_sizes` every instance expects the members that it has.
         """
@@ -98,6 +106,10 @@ class Graph:
             instance_size=_column("instance_size", _ints(sizes), np.int32),
             dep_lag_ns=None if lags_ns is None else _ints([lag for row in lags_ns for lag in row]),
             release_ns=None if releases_ns is None else _ints(releases_ns),
+            wait_offsets=None if waits is None else np.cumsum([0, *(len(row) for row in waits)]),
+            wait_rows=None
+            if waits is None
+            else _column("wait_rows", _ints([m for row in waits for m in row]), np.int32),
             labels=labels,
         )
 
@@ -137,6 +149,69 @@ class Graph:
             return np.zeros(len(self.deps(row)), np.int64)
         return self.dep_lag_ns[self.dep_offsets[row] : self.dep_offsets[row + 1]]
 
+    def waits(self, row: int) -> Int32Array:
+        """Rows whose start `row` waits for after its own, sync instances aside."""
+        if self.wait_rows is None or self.wait_offsets is None:
+            return np.empty(0, np.int32)
+        return self.wait_rows[self.wait_offsets[row] : self.wait_offsets[row + 1]]
+
+    @cached_property
+    def expanded(self) -> Graph:
+        """The same graph with dependencies in place of waits; itself if there are no waits.
+
+        Every row that waits or is waited for gets an *arrival*: a row of no duration, numbered
+        from n on in the order of `arriving`, which takes over what the row depends on.  The
+        row itself depends on its arrival and on the arrivals it waits for.
+        """
+        if self.wait_rows is None or self.wait_offsets is None:
+            return self
+        n, owners = self.rows, np.diff(self.wait_offsets)
+        arriving, extra = self.arriving, len(self.arriving)
+        arrival = np.arange(n, dtype=np.int32)
+        arrival[arriving] = np.arange(n, n + extra)
+        counts = np.diff(self.dep_offsets)
+        parts = (
+            # What rows keep or hand over to their arrivals, then what they get in exchange.
+            (np.repeat(arrival, counts), self.dep_rows, self.dep_lag_ns),
+            (arriving, arrival[arriving], None),
+            (np.repeat(np.arange(n), owners), arrival[self.wait_rows], None),
+        )
+        owner = np.concatenate([part[0] for part in parts])
+        order = np.argsort(owner, kind="stable")
+        lags = None
+        if self.dep_lag_ns is not None:
+            lags = np.zeros(len(owner), np.int64)
+            lags[: len(self.dep_lag_ns)] = self.dep_lag_ns
+            lags = lags[order]
+        release = self.release_ns
+        if release is not None:
+            release = np.append(release, release[arriving])
+            release[arriving] = release.min(initial=0)
+        return replace(
+            self,
+            duration_ns=np.append(self.duration_ns, np.zeros(extra, np.int64)),
+            dep_offsets=np.append([0], np.cumsum(np.bincount(owner, minlength=n + extra))),
+            dep_rows=np.concatenate([part[1] for part in parts])[order],
+            dep_lag_ns=lags,
+            instance=np.append(self.instance, np.full(extra, -1, np.int32)),
+            release_ns=release,
+            wait_offsets=None,
+            wait_rows=None,
+            labels=lambda row: self.label(self.original(row)),
+        )
+
+    @cached_property
+    def arriving(self) -> Int32Array:
+        """Rows, ascending, that have an arrival of their own in `expanded`."""
+        if self.wait_rows is None or self.wait_offsets is None:
+            return np.empty(0, np.int32)
+        waiting = np.flatnonzero(np.diff(self.wait_offsets)).astype(np.int32)
+        return np.union1d(waiting, self.wait_rows)
+
+    def original(self, row: int) -> int:
+        """The row that row `row` of `expanded` stands for."""
+        return row if row < self.rows else int(self.arriving[row - self.rows])
+
     def label(self, row: int) -> str:
         """What error texts call the row."""
         return f"row {row}" if self.labels is None else self.labels(int(row))
@@ -159,21 +234,28 @@ class Graph:
         for count, name in ((n, "duration_ns"), (e, "dep_rows"), (self.instances, "instance_size")):
             if count > _MAX_COUNT:
                 raise _invalid(name, f"{count} entries; at most {_MAX_COUNT} are supported")
+        if (self.wait_rows is None) != (self.wait_offsets is None):
+            raise _invalid("wait_rows", "wait_offsets and wait_rows come together")
         expected = {"dep_offsets": n + 1, "instance": n, "dep_lag_ns": e, "release_ns": n}
+        expected["wait_offsets"] = n + 1
         for name, length in expected.items():
             value = getattr(self, name)
             if value is not None and len(value) != length:
                 raise _invalid(
                     name, f"{len(value)} entries; {length} fit {n} rows and {e} dependencies"
                 )
-        offsets = self.dep_offsets
-        if offsets[0] != 0 or offsets[-1] != e:
+        self._check_offsets("dep_offsets", self.dep_offsets, e)
+        if self.wait_offsets is not None and self.wait_rows is not None:
+            self._check_offsets("wait_offsets", self.wait_offsets, len(self.wait_rows))
+
+    def _check_offsets(self, name: str, offsets: Int64Array, last: int) -> None:
+        if offsets[0] != 0 or offsets[-1] != last:
             raise _invalid(
-                "dep_offsets", f"must run from 0 to {e}, not from {offsets[0]} to {offsets[-1]}"
+                name, f"must run from 0 to {last}, not from {offsets[0]} to {offsets[-1]}"
             )
         if (offsets[1:] < offsets[:-1]).any():
             row = int((offsets[1:] < offsets[:-1]).argmax())
-            raise _invalid("dep_offsets", f"decreases at {self.label(row)}")
+            raise _invalid(name, f"decreases at {self.label(row)}")
 
     def _check_ranges(self) -> None:
         bad = _first_outside(self.dep_rows, 0, self.rows)
@@ -188,6 +270,18 @@ class Graph:
             raise _invalid(
                 "instance",
                 f"{self.label(bad)} is in sync instance {self.instance[bad]} of {self.instances}",
+            )
+        if self.wait_rows is None or self.wait_offsets is None:
+            return
+        bad = _first_outside(self.wait_rows, 0, self.rows)
+        if bad is not None:
+            raise _invalid("wait_rows", f"a row waits for row {self.wait_rows[bad]} of {self.rows}")
+        both = (np.diff(self.wait_offsets) > 0) & (self.instance >= 0)
+        if both.any():
+            raise _invalid(
+                "wait_rows",
+                f"{self.label(int(both.argmax()))} waits as a member of a sync instance "
+                "and by wait_rows",
             )
 
     def _check_signs(self) -> None:
@@ -230,6 +324,8 @@ _COLUMNS: dict[str, type[np.signedinteger[Any]]] = {
     "instance_size": np.int32,
     "dep_lag_ns": np.int64,
     "release_ns": np.int64,
+    "wait_offsets": np.int64,
+    "wait_rows": np.int32,
 }
 
 

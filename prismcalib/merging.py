@@ -27,10 +27,10 @@ from prismcalib.build import (
     sorted_rows,
     structure_graph,
 )
-from prismcalib.clocks import group_max
 from prismcalib.errors import CalibError, MergeInputError
 from prismcalib.graph import Graph, Int64Array
 from prismcalib.propagation import Engine, Timing, critical_steps, propagate, slack
+from prismcalib.waiting import WaitRules, apply_wait_rules, ready_times, waiting_rows
 from prismtrace.schema import TraceHeader, TraceKind, TransferSource
 from prismtrace.trace import Trace, node_schema, open_trace, write_nodes
 
@@ -142,6 +142,7 @@ def merge(
     engine: Engine = "auto",
     clock: Literal["align", "keep"] = "align",
     max_residual_ns: int = DEFAULT_MAX_RESIDUAL_NS,
+    rules: WaitRules | None = None,
     verify: bool = False,
 ) -> MergeResult:
     """Put all ranks of a recorded run on one timeline and split waiting from transfer.
@@ -152,6 +153,7 @@ def merge(
         clock: `align` estimates offsets from the ends of matched operations, `keep` trusts
             the clocks as they are.
         max_residual_ns: refuse data whose ends disagree more than this (median).
+        rules: who waits for whom; by default everybody for everybody.
         verify: propagate with the other engines as well and compare.
 
     Raises:
@@ -170,16 +172,17 @@ def merge(
     alignment = align_clocks(
         graph, rows, trace.header, keep=clock == "keep", max_residual_ns=max_residual_ns
     )
-    split = _split(graph, alignment)
+    rules = rules or WaitRules()
+    split = _split(apply_wait_rules(graph, rows, trace.header, rules), alignment)
     timing = propagate(split.graph, engine)
     late = slack(split.graph, timing, engine)
     if verify:
         _verify(split.graph, timing, late)
 
     steps = critical_steps(split.graph, timing)
-    report = _report(rows, split, timing, steps, alignment)
+    report = _report(rows, graph.instances, split, timing, steps, alignment)
     return MergeResult(
-        header=_header(trace.header, report, alignment),
+        header=rules.note_in(_header(trace.header, report, alignment)),
         nodes=_nodes(rows, split, timing, late, steps, alignment.origin_ns),
         report=report,
     )
@@ -236,9 +239,7 @@ def _split(graph: Graph, alignment: Alignment) -> _Split:
     Times count from the first aligned start.
     """
     start, end = alignment.start_ns, alignment.end_ns
-    member = graph.instance >= 0
-    ready = start.copy()
-    ready[member] = group_max(graph.instance[member], start[member])[graph.instance[member]]
+    ready = ready_times(graph, start)
     early_ends = np.maximum(ready - end, 0)
 
     counts = np.diff(graph.dep_offsets)
@@ -287,12 +288,13 @@ def _verify(graph: Graph, timing: Timing, late: Int64Array) -> None:
 
 def _report(
     rows: pl.DataFrame,
+    instances: int,
     split: _Split,
     timing: Timing,
     steps: list[tuple[int, int]],
     alignment: Alignment,
 ) -> MergeReport:
-    member = split.graph.instance >= 0
+    member = waiting_rows(split.graph)
     gaps = [
         int(timing.start_ns[reached] - timing.end_ns[left])
         for (_, left), (reached, _) in pairwise(steps)
@@ -300,7 +302,7 @@ def _report(
     return MergeReport(
         ranks=rows["rank"].n_unique(),
         rows=rows.height,
-        instances=split.graph.instances,
+        instances=instances,
         unmatched=rows.filter(pl.col("group").is_not_null() & pl.col("seq").is_null()).height,
         clock=alignment.report,
         recorded_ns=int(alignment.end_ns.max()) - int(alignment.start_ns.min()),
@@ -340,7 +342,7 @@ def _nodes(
     steps: list[tuple[int, int]],
     origin_ns: int,
 ) -> pl.DataFrame:
-    member = pl.Series(split.graph.instance >= 0)
+    member = pl.Series(waiting_rows(split.graph))
     critical = np.zeros(rows.height, np.bool_)
     critical[[reached for reached, _ in steps]] = True
 

@@ -15,6 +15,7 @@ from prismcalib.build import graph_from_trace
 from prismcalib.errors import MergeInputError
 from prismcalib.graph import Graph
 from prismcalib.propagation import Timing, critical_steps
+from prismcalib.waiting import waiting_rows
 from prismtrace.schema import LOCAL_KINDS, TraceKind
 from prismtrace.trace import Trace, open_trace
 
@@ -143,7 +144,7 @@ def _cut(graph: Graph, timing: Timing, rows: pl.DataFrame, trace: Trace) -> Crit
     )
     local = rows["kind"].cast(pl.String).is_in([kind.value for kind in LOCAL_KINDS])
     computes = local.to_numpy()[left]
-    transfers = graph.instance[left] >= 0
+    transfers = waiting_rows(graph)[left]
     rank = rows["rank"].to_numpy()
     places = [rank[row] for step in steps for row in step]
     return CriticalPath(

@@ -7,8 +7,11 @@ The model, exact in int64 nanoseconds:
     member n of g:    ready(g) = max( start(m) for every member m of g )
                       end(n) = ready(g) + duration(n),   wait(n) = ready(g) - start(n)
 
-The functions of the section "Definition" state this over networkx, for reading and as the
-oracle of the tests.  Two engines compute the same, to the nanosecond: `python_engine` (no
+Rows that wait for some rows only (`Graph.waits`) have ready(n) = max( start(n), start(m) for
+every m that n waits for ) instead.
+
+`prismcalib.definition` states this over networkx, for reading and as the oracle of the tests.
+Two engines compute the same, to the nanosecond: `python_engine` (no
 start-up cost) and `array_engine` (compiled, tens of nanoseconds a row).
 """
 
@@ -16,16 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from prismcalib.errors import CalibError
 from prismcalib.graph import MAX_TOTAL_NS, Graph, Int32Array, Int64Array
 from prismcalib.stall import cycle_error, missing_member_error
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 __all__ = [
     "BatchTiming",
@@ -57,7 +57,8 @@ class Timing:
         end_ns: int64[n].
         duration_ns: int64[n], the durations that were propagated.
         order: int32[n], all rows in an order of completion: after their dependencies, the
-            members of a sync instance next to each other.
+            members of a sync instance next to each other.  Of a graph with waits: the order of
+            all rows of `Graph.expanded`.
     """
 
     start_ns: Int64Array
@@ -97,19 +98,25 @@ def propagate(graph: Graph, engine: Engine = "auto") -> Timing:
     missing = missing_member_error(graph)
     if missing is not None:
         raise missing
+    full = graph.expanded
     # Engines count from 0 upwards; only releases can lie below.
     origin = 0
-    release = graph.release_ns
+    release = full.release_ns
     if release is not None and len(release) and release.min() < 0:
         origin = int(release.min())
         release = release - origin
-    start, end, order = _passes(engine, graph.rows)[0](graph, release)
-    if len(order) < graph.rows:
+    start, end, order = _passes(engine, full.rows)[0](full, release)
+    if len(order) < full.rows:
         raise cycle_error(graph, order)
     if origin:
         start += origin
         end += origin
-    return Timing(start_ns=start, end_ns=end, duration_ns=graph.duration_ns, order=order)
+    return Timing(
+        start_ns=_without_arrivals(graph, start),
+        end_ns=end[: graph.rows],
+        duration_ns=graph.duration_ns,
+        order=order,
+    )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -172,44 +179,46 @@ def propagate_batch(
         CalibError: shapes or signs are wrong.
         MissingMemberError, CycleError: as `propagate`.
     """
+    full = graph.expanded
     durations = _batch_durations(graph, duration_ns)
     step, step_count = _step_numbers(graph, steps)
     scenarios = durations.shape[1]
-    chosen = pick_engine(graph.rows, scenarios) if engine == "auto" else engine
+    chosen = pick_engine(full.rows, scenarios) if engine == "auto" else engine
     if order is None:
         order = propagate(graph, chosen).order
-    elif len(order) != graph.rows:
-        raise CalibError(f"the order has {len(order)} entries for {graph.rows} rows")
-    free = np.diff(graph.dep_offsets) == 0
-    release = graph.release_ns
-    begin = 0 if release is None or not graph.rows else int(release[free].min())
-    origin = min(begin, 0) if release is None or not graph.rows else min(0, int(release.min()))
-    if origin and release is not None:
+    elif len(order) != full.rows:
+        raise CalibError(f"the order has {len(order)} entries for {full.rows} rows")
+    release = full.release_ns
+    begin = origin = 0
+    if release is not None and full.rows:
+        begin = int(release[np.diff(full.dep_offsets) == 0].min())
+        origin = min(0, int(release.min()))
         release = release - origin
 
     if chosen == "array":
-        from prismcalib import array_engine
+        from prismcalib import replay_engine
 
-        last, step_end, start, end = array_engine.replay(
-            graph, release, durations, order, step, step_count, times=times
+        last, step_end, start, end = replay_engine.replay(
+            full, release, durations, order, step, step_count, times=times
         )
     else:
-        last = np.full(scenarios, begin - origin, np.int64)
-        step_end = np.full((scenarios, step_count), begin - origin, np.int64)
-        start, end = (np.empty((graph.rows, scenarios if times else 0), np.int64) for _ in "se")
+        last = np.zeros(scenarios, np.int64)
+        step_end = np.zeros((scenarios, step_count), np.int64)
+        start, end = (np.empty((full.rows, scenarios if times else 0), np.int64) for _ in "se")
+        forward, in_step = _passes(chosen, full.rows)[0], step >= 0
         for column in range(scenarios):
-            one = replace(graph, duration_ns=durations[:, column], release_ns=release)
-            first_times, last_times, _ = _passes(chosen, graph.rows)[0](one, release)
-            last[column] = last_times.max(initial=begin - origin)
-            np.maximum.at(step_end[column], step[step >= 0], last_times[step >= 0])
+            one = replace(full, duration_ns=durations[:, column])
+            first_times, last_times, _ = forward(one, release)
+            last[column] = last_times.max(initial=0)
+            np.maximum.at(step_end[column], step[in_step], last_times[in_step])
             if times:
                 start[:, column], end[:, column] = first_times, last_times
     return BatchTiming(
         begin_ns=begin,
-        last_end_ns=last + origin,
+        last_end_ns=np.maximum(last + origin, begin),
         step_end_ns=None if steps is None else np.maximum(step_end + origin, begin),
-        start_ns=start + origin if times else None,
-        end_ns=end + origin if times else None,
+        start_ns=_without_arrivals(graph, start + origin) if times else None,
+        end_ns=end[: graph.rows] + origin if times else None,
     )
 
 
@@ -219,7 +228,14 @@ def slack(graph: Graph, timing: Timing, engine: Engine = "auto") -> Int64Array:
     The slack of a sync member includes its wait.  `timing` must be `propagate(graph)`.
     """
     backward = _passes(engine, graph.rows)[1]
-    return backward(graph, timing.order, timing.start_ns, timing.end_ns)
+    start, end = timing.start_ns, timing.end_ns
+    if graph.wait_offsets is not None:
+        # In the expanded graph a row that waits starts when it is ready.
+        waits = np.diff(graph.wait_offsets) > 0
+        arrived = start[graph.arriving]
+        start = np.append(np.where(waits, timing.ready_ns, start), arrived)
+        end = np.append(end, arrived)
+    return _without_arrivals(graph, backward(graph.expanded, timing.order, start, end))
 
 
 def critical_rows(graph: Graph, timing: Timing) -> list[int]:
@@ -234,7 +250,7 @@ def critical_rows(graph: Graph, timing: Timing) -> list[int]:
     return [row for row, _ in critical_steps(graph, timing)]
 
 
-def critical_steps(graph: Graph, timing: Timing) -> list[tuple[int, int]]:
+def critical_steps(graph: Graph, timing: Timing, engine: Engine = "auto") -> list[tuple[int, int]]:
     """The path of `critical_rows` as pairs (row reached, row left by).
 
     The two differ where the path changes ranks inside a sync instance: it reaches the instance
@@ -243,14 +259,22 @@ def critical_steps(graph: Graph, timing: Timing) -> list[tuple[int, int]]:
     """
     if not graph.rows:
         return []
-    start, end = timing.start_ns, timing.end_ns
+    if (pick_engine(graph.rows) if engine == "auto" else engine) == "array":
+        from prismcalib import replay_engine
+
+        return replay_engine.walk(graph, timing.start_ns, timing.end_ns, timing.duration_ns)
+    start, end, ready = timing.start_ns, timing.end_ns, timing.ready_ns
     last_arrival = _last_arrivals(graph, timing)
     row = int(end.argmax())
     steps: list[tuple[int, int]] = []
     while True:
         left_by = row
-        if graph.instance[row] >= 0 and start[row] + graph.duration_ns[row] < end[row]:
-            row = int(last_arrival[graph.instance[row]])
+        awaited = graph.waits(row)
+        if start[row] < ready[row] and (graph.instance[row] >= 0 or len(awaited)):
+            if graph.instance[row] >= 0:
+                row = int(last_arrival[graph.instance[row]])
+            else:
+                row = int(awaited[start[awaited] == ready[row]].min())
         steps.append((row, left_by))
         deps = graph.deps(row)
         in_time = deps[end[deps] + graph.lags(row) == start[row]]
@@ -277,12 +301,22 @@ def _passes(engine: Engine, rows: int) -> tuple[_Forward, _Backward]:
 
         return python_engine.forward, python_engine.backward
     if chosen == "networkx":
-        return _define_forward, _define_backward
+        from prismcalib import definition
+
+        return definition.forward, definition.backward
     raise CalibError(f"no engine {engine!r}", hint="use auto, networkx, python or array")
 
 
+def _without_arrivals(graph: Graph, values: Int64Array) -> Int64Array:
+    """What the rows of the expanded graph say about the rows themselves: their arrivals do."""
+    if graph.wait_rows is None:
+        return values
+    values[graph.arriving] = values[graph.rows :]
+    return values[: graph.rows]
+
+
 def _batch_durations(graph: Graph, duration_ns: Int64Array) -> Int64Array:
-    """The durations as a read-only, C-contiguous int64[n, K]."""
+    """The durations as a read-only, C-contiguous int64[n, K]; arrivals of waits last 0."""
     given = np.asarray(duration_ns)
     if given.ndim != 2 or len(given) != graph.rows or given.dtype.kind not in "iu":
         raise CalibError(
@@ -290,6 +324,8 @@ def _batch_durations(graph: Graph, duration_ns: Int64Array) -> Int64Array:
             f"not {given.dtype}{given.shape}",
             where="duration_ns",
         )
+    if graph.wait_rows is not None:
+        given = np.concatenate([given, np.zeros((len(graph.arriving), given.shape[1]), np.int64)])
     durations = np.ascontiguousarray(given, np.int64).view()
     durations.flags.writeable = False
     if not durations.size:
@@ -311,14 +347,15 @@ def _batch_durations(graph: Graph, duration_ns: Int64Array) -> Int64Array:
 def _step_numbers(graph: Graph, steps: Int32Array | None) -> tuple[Int32Array, int]:
     """Step of every row as int32[n] (-1: none), and how many steps there are."""
     if steps is None:
-        return np.full(graph.rows, -1, np.int32), 0
+        return np.full(graph.expanded.rows, -1, np.int32), 0
     step = np.ascontiguousarray(steps, np.int32)
     if step.shape != (graph.rows,) or (graph.rows and step.min() < -1):
         raise CalibError(
             f"steps are numbers from 0 (or -1) of {graph.rows} rows, not {step.shape}",
             where="steps",
         )
-    return step, int(step.max(initial=-1)) + 1
+    arrivals = np.full(graph.expanded.rows - graph.rows, -1, np.int32)
+    return np.append(step, arrivals), int(step.max(initial=-1)) + 1
 
 
 def _last_arrivals(graph: Graph, timing: Timing) -> Int32Array:
@@ -328,68 +365,3 @@ def _last_arrivals(graph: Graph, timing: Timing) -> Int32Array:
     # Of repeated indices numpy keeps the last assignment, hence the descending order.
     arrivals[graph.instance[rows[::-1]]] = rows[::-1]
     return arrivals
-
-
-# Definition ---------------------------------------------------------------------------------
-
-
-def _contract(graph: Graph) -> nx.DiGraph[int]:
-    """The graph with every sync instance contracted to one vertex.
-
-    A computation is the vertex of its row number, sync instance g is the vertex -1 - g; the
-    vertex attribute `rows` lists what it stands for.
-    """
-    import networkx as nx
-
-    vertex = np.where(graph.instance < 0, np.arange(graph.rows), -1 - graph.instance).tolist()
-    contracted: nx.DiGraph[int] = nx.DiGraph()
-    for row in range(graph.rows):
-        contracted.add_node(vertex[row])
-        contracted.nodes[vertex[row]].setdefault("rows", []).append(row)
-    for row in range(graph.rows):
-        contracted.add_edges_from((vertex[dep], vertex[row]) for dep in graph.deps(row))
-    return contracted
-
-
-def _define_forward(
-    graph: Graph, release: Int64Array | None
-) -> tuple[Int64Array, Int64Array, Int32Array]:
-    """Earliest times in topological order; stops at a cycle."""
-    import networkx as nx
-
-    contracted = _contract(graph)
-    start = np.zeros(graph.rows, np.int64) if release is None else release.copy()
-    end = np.zeros(graph.rows, np.int64)
-    order: list[int] = []
-    try:
-        for vertex in nx.topological_sort(contracted):
-            members = contracted.nodes[vertex]["rows"]
-            for row in members:
-                for dep, lag in zip(graph.deps(row), graph.lags(row), strict=True):
-                    start[row] = max(start[row], end[dep] + lag)
-            ready = max(start[row] for row in members)
-            for row in members:
-                end[row] = ready + graph.duration_ns[row]
-            order += members
-    except nx.NetworkXUnfeasible:
-        pass  # The caller sees that rows are left over.
-    return start, end, np.array(order, np.int32)
-
-
-def _define_backward(
-    graph: Graph, _order: Int32Array, start: Int64Array, end: Int64Array
-) -> Int64Array:
-    """Latest times in reverse topological order, minus the earliest ones."""
-    import networkx as nx
-
-    contracted = _contract(graph)
-    latest_end = np.full(graph.rows, end.max() if graph.rows else 0)
-    latest_start = np.zeros(graph.rows, np.int64)
-    for vertex in reversed(list(nx.topological_sort(contracted))):
-        members = contracted.nodes[vertex]["rows"]
-        latest_ready = min(latest_end[row] - graph.duration_ns[row] for row in members)
-        for row in members:
-            latest_start[row] = latest_ready
-            for dep, lag in zip(graph.deps(row), graph.lags(row), strict=True):
-                latest_end[dep] = min(latest_end[dep], latest_ready - lag)
-    return latest_start - start

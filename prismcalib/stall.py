@@ -42,17 +42,26 @@ def cycle_error(graph: Graph, finished: Int32Array) -> CycleError:
 
     Args:
         graph: has all members, but propagation got stuck.
-        finished: rows that propagation completed.
+        finished: rows of the expanded graph that propagation completed.
     """
-    cycle = find_cycle(graph, finished)
+    found = [graph.original(row) for row in find_cycle(graph.expanded, finished)]
+    # A row and its arrival are neighbours in the circle.
+    cycle = tuple(
+        row for row, before in zip(found, found[-1:] + found, strict=False) if row != before
+    )
+    cycle = cycle or (found[0],)
+
+    def communicates(row: int) -> bool:
+        return graph.instance[row] >= 0 or len(graph.waits(row)) > 0
+
     shown = list(cycle)
     if len(shown) > _SHOWN:
         # Where the circle changes ranks is what a reader has to look at.
-        shown = [row for row in shown if graph.instance[row] >= 0] or shown
+        shown = [row for row in shown if communicates(row)] or shown
     text = " -> ".join(graph.label(row) for row in shown[:_SHOWN])
     if len(shown) > _SHOWN:
         text += " -> ..."
-    synced = any(graph.instance[row] >= 0 for row in cycle)
+    synced = any(communicates(row) for row in cycle)
     return CycleError(
         f"{len(cycle)} operations wait for each other in a circle, each for the one before it "
         f"and the first for the last: {text}",

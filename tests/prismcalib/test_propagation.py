@@ -5,7 +5,7 @@ import numba
 import numpy as np
 import pytest
 
-from prismcalib import array_engine
+from prismcalib import compiling
 from prismcalib.errors import CalibError, CycleError, MissingMemberError
 from prismcalib.graph import Graph
 from prismcalib.propagation import critical_rows, pick_engine, propagate, propagate_batch, slack
@@ -233,7 +233,7 @@ def test_without_a_writable_folder_the_kernels_still_compile(monkeypatch):
     def add_one(value):
         return value + 1
 
-    assert array_engine._compiled(add_one)(1) == 2
+    assert compiling.compiled(add_one)(1) == 2
 
 
 @engines
