@@ -11,6 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -124,6 +125,16 @@ def serve() -> None:
         except KeyboardInterrupt:
             return
         except Exception as error:  # noqa: BLE001 - handed to the caller
-            answer = (False, error)
+            answer = (False, _portable(error))
         pickle.dump(answer, sink)
         sink.flush()
+
+
+def _portable(error: Exception) -> Exception:
+    """The error itself if it survives the way to the caller, else its text."""
+    error.add_note(f"in a worker process:\n{traceback.format_exc()}")
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+    except Exception:  # noqa: BLE001 - whatever its class does
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

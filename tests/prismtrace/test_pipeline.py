@@ -198,7 +198,7 @@ def test_windows_cut_differently(tmp_path: Path) -> None:
 
 
 def test_groups_from_a_file(tmp_path: Path) -> None:
-    job = Job(tp=2, dp=2, torch="2.2", programs=dict.fromkeys(range(4), [Compute("a", 9)]))
+    job = Job(tp=2, dp=2, torch="2.2")
     tensor = {0: "1", 1: "1", 2: "2", 3: "2"}
     job.programs = {r: [Compute("a", 9_000), Collective("all_reduce", tensor[r])] for r in range(4)}
     files = job.write(tmp_path / "in")

@@ -161,10 +161,11 @@ def kernel_kind(name: str) -> Kind | None:
 
     SendRecv kernels carry all_to_all as well as send and recv. Null: not an NCCL kernel.
     """
-    match = _NCCL_KERNEL.search(name)
+    own = name.partition("(")[0]  # arguments name types of NCCL, too
+    match = _NCCL_KERNEL.search(own)
     if match is None:
         return None
-    rest = name[match.end() :].lstrip("_")
+    rest = own[match.end() :].lstrip("_")
     for prefix, kind in _KERNEL_KINDS.items():
         if rest.startswith(prefix):
             return kind

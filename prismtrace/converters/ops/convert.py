@@ -1,0 +1,187 @@
+"""`convert` for operation-level logs: Parquet or CSV, any number of ranks and steps."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from prismtrace import __version__
+from prismtrace.converters.ops.instances import Instances, match_operations
+from prismtrace.converters.ops.linking import STREAMS, Links, link_operations, rows_of_streams
+from prismtrace.converters.ops.mapping import load_mapping
+from prismtrace.converters.ops.reading import Operations, read_operations
+from prismtrace.converters.parts import disk_errors
+from prismtrace.errors import OutputError, ValidationError
+from prismtrace.ranks import format_ranks
+from prismtrace.schema import (
+    INDEX_BITS,
+    ClockDomain,
+    TraceHeader,
+    TraceKind,
+    TransferSource,
+)
+from prismtrace.trace import Trace, node_schema, write_nodes
+
+if TYPE_CHECKING:
+    from prismtrace.converters.pipeline import ConvertReport
+
+__all__ = ["convert_operations", "operations_trace"]
+
+PathLike = str | os.PathLike[str]
+
+
+def convert_operations(
+    paths: Sequence[Path],
+    output: PathLike,
+    *,
+    mapping: PathLike | None = None,
+    strict: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> ConvertReport:
+    """Convert the operation-level log of a job; see `prismtrace.converters.convert`."""
+    from prismtrace.converters.pipeline import ConvertReport
+
+    target = Path(output)
+    if target.exists() and any(target.samefile(path) for path in paths):
+        raise OutputError(
+            "the output is one of the inputs", where=str(target), hint="name another file"
+        )
+    trace, counts, matched = operations_trace(paths, mapping=mapping)
+    repairs = trace.header.policies
+    if strict and repairs:
+        raise ValidationError(
+            "--strict: the input needed repairs or assumptions: "
+            + ", ".join(f"{name} {number}" for name, number in repairs.items()),
+            hint="leave out --strict to accept them; they are counted in the trace's header",
+        )
+    with disk_errors(target):
+        write_nodes(trace.header, trace.nodes, target)
+    if progress is not None:
+        progress(sum(path.stat().st_size for path in paths))
+    return ConvertReport(
+        output=target,
+        world_size=trace.header.world_size,
+        ranks=trace.header.ranks,
+        missing_ranks=(),
+        nodes=counts["rows"],
+        events=counts["rows"],
+        groups=len(trace.header.groups),
+        steps=trace.header.steps,
+        matched=matched,
+        edges={
+            name.removeprefix("edge-"): number
+            for name, number in sorted(counts.items())
+            if name.startswith("edge-") and number
+        },
+        repairs=repairs,
+    )
+
+
+def operations_trace(
+    paths: Sequence[Path], *, mapping: PathLike | None = None
+) -> tuple[Trace, Counter[str], dict[str, int]]:
+    """The trace of a log in memory, counts of rows, edges and assumptions, matched instances.
+
+    Raises:
+        TraceError: the log, or the file of the mapping, cannot be used.
+    """
+    rules = load_mapping(mapping)
+    operations = read_operations(paths, rules)
+    links = link_operations(operations)
+    instances = match_operations(operations, rows_of_streams(operations)[1])
+    counts = links.counts
+    counts["rows"] = operations.rows
+    header = _header(paths, operations, instances, counts)
+    return (
+        Trace(header=header, nodes=_nodes(operations, links, instances).lazy()),
+        counts,
+        {name: number for name, number in instances.matched.items() if number},
+    )
+
+
+def _header(
+    paths: Sequence[Path], operations: Operations, instances: Instances, counts: Counter[str]
+) -> TraceHeader:
+    grid = operations.grid
+    numbered = bool((grid.source == np.arange(grid.ranks)).all())
+    policies = {
+        "ended-before-last-member": instances.early_ends,
+        "operations-overlap": counts["operations-overlap"],
+        "ranks-renumbered": 0 if numbered else grid.ranks,
+    }
+    axes = {"pp": grid.pp_size, "dp": grid.dp_size}
+    if grid.tp_size > 1:
+        axes["tp"] = grid.tp_size
+    extra: dict[str, object] = {
+        # The names of the nodes say what sort of operation they are; steps are samples.
+        "operation_level": True,
+        "sampled_steps": operations.sampled,
+    }
+    if not numbered:
+        extra["source_ranks"] = format_ranks(grid.source.tolist())
+    return TraceHeader(
+        kind=TraceKind.RECORDED,
+        world_size=grid.ranks,
+        ranks=tuple(range(grid.ranks)),
+        axes=axes,
+        groups=instances.groups,
+        streams=dict(enumerate(STREAMS)),
+        # One clock: the log's times were brought together by whoever wrote it.
+        clock=(ClockDomain(id=0, ranks=tuple(range(grid.ranks)), source="operation log"),),
+        steps=tuple(operations.steps.tolist()),
+        created_by=f"prismtrace convert {__version__}",
+        sources=tuple(path.name for path in paths),
+        policies={name: number for name, number in policies.items() if number},
+        extra=extra,
+    )
+
+
+def _nodes(operations: Operations, links: Links, instances: Instances) -> pl.DataFrame:
+    schema = node_schema()
+    rules, codes = operations.rules, pl.Series(operations.operation).cast(pl.UInt32)
+    rank, step = np.divmod(operations.segment, len(operations.steps))
+    first = np.searchsorted(rank, np.arange(operations.grid.ranks))
+    index = np.arange(operations.rows) - first[rank]
+
+    def by_operation(name: str, values: list[str | None]) -> pl.Series:
+        return pl.Series(name, values, dtype=schema[name]).gather(codes)
+
+    def optional(name: str, values: np.ndarray) -> pl.Series:
+        series = pl.Series(name, values).cast(schema[name], strict=False)
+        return pl.select(pl.when(series >= 0).then(series)).to_series().alias(name)
+
+    member = instances.transfer_ns >= 0
+    source = pl.Series(
+        [None, TransferSource.MEASURED.value], dtype=schema["transfer_source"]
+    ).gather(pl.Series(member).cast(pl.UInt32))
+    columns = {
+        "id": (rank << INDEX_BITS) | index,
+        "rank": rank.astype(np.int32),
+        "index": index.astype(np.int32),
+        "kind": by_operation("kind", [rule.kind.value for rule in rules]),
+        "name": by_operation("name", list(operations.names)),
+        "stream": links.stream.astype(np.int16),
+        "batch": optional("batch", links.batch),
+        "step": operations.steps[step].astype(np.int32),
+        "microbatch": optional("microbatch", operations.microbatch),
+        "phase": by_operation("phase", [rule.phase.value for rule in rules]),
+        "group": optional("group", instances.group),
+        "seq": optional("seq", instances.seq),
+        "peer": optional("peer", instances.peer),
+        "start_ns": operations.start_ns,
+        "dur_ns": operations.end_ns - operations.start_ns,
+        "transfer_ns": optional("transfer_ns", instances.transfer_ns),
+        "transfer_source": source,
+        "real": np.ones(operations.rows, np.bool_),
+    }
+    if operations.has_chunks:
+        columns["chunk"] = operations.chunk.astype(np.int16)
+    deps = pl.Series("deps", links.deps).cast(pl.List(pl.UInt32))
+    columns |= {"deps": deps, "dep_count": links.dep_count}
+    return pl.DataFrame(columns).with_columns(pl.col("deps").list.head("dep_count")).drop("dep_count")

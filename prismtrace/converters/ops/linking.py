@@ -1,0 +1,303 @@
+"""Dependencies of a log's operations: what each row of a rank had to wait for.
+
+A rank issues its operations in six chains, which become its streams: computations,
+collectives, and sends and receives of activations and of gradients.  Within a chain each row
+waits for the row before it.  Between the chains:
+
+* *pipeline*: the k-th receive of a phase feeds the k-th computation that needs one, and the
+  k-th computation that has somebody to send to feeds the k-th send;
+* *issue*: a collective, and a receive that is launched on its own, wait for the computation
+  that had ended when they started; a receive that is coalesced with a send does not;
+* *parameters*: the first forward of a chunk waits for the chunk's gathered parameters;
+* *update*: computations of the optimizer wait for the collectives before them.
+
+With these rules the longest path through the public straggler data set without launch delays
+is the one that its publisher reports (see the page on fidelity).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prismtrace.converters.ops.reading import Int64Array, Operations
+from prismtrace.errors import AlignmentError
+from prismtrace.schema import Kind, Phase
+
+__all__ = ["STREAMS", "Links", "link_operations", "rows_of_streams"]
+
+STREAMS = (
+    "compute",
+    "collectives",
+    "send activations",
+    "receive activations",
+    "send gradients",
+    "receive gradients",
+)
+_COMPUTE, _COLLECTIVE = 0, 1
+_P2P_STREAM = {
+    (Kind.SEND, Phase.FORWARD): 2,
+    (Kind.RECV, Phase.FORWARD): 3,
+    (Kind.SEND, Phase.BACKWARD): 4,
+    (Kind.RECV, Phase.BACKWARD): 5,
+}
+
+_TOLERANCE_NS = 50_000
+"""Spans that touch may overlap this much: float32 seconds and host clocks are no finer."""
+
+_MOST_DEPS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Links:
+    """Dependencies within ranks.
+
+    Attributes:
+        stream: uint8[n], number in `STREAMS`.
+        deps: uint32[n, 3], distances back; the first `dep_count` of a row count.
+        dep_count: uint8[n].
+        batch: int64[n], number of the coalesced launch, or -1.
+        counts: edges by rule, and what was assumed.
+    """
+
+    stream: NDArray[np.uint8]
+    deps: NDArray[np.uint32]
+    dep_count: NDArray[np.uint8]
+    batch: Int64Array
+    counts: Counter[str]
+
+
+@dataclass(frozen=True, eq=False)
+class _Chains:
+    """Rows of every stream, ascending; and of every row the one before in its chain, or -1."""
+
+    rows: list[Int64Array]
+    before: Int64Array
+
+
+def rows_of_streams(operations: Operations) -> tuple[NDArray[np.uint8], list[Int64Array]]:
+    """uint8[n] stream of every row, and the rows of each stream in ascending order."""
+    table = np.array(
+        [
+            _P2P_STREAM[rule.kind, rule.phase]
+            if rule.kind.is_p2p
+            else _COLLECTIVE
+            if rule.kind.is_communication and not rule.blocking
+            else _COMPUTE
+            for rule in operations.rules
+        ],
+        np.uint8,
+    )
+    stream = table[operations.operation]
+    return stream, [np.flatnonzero(stream == number) for number in range(len(STREAMS))]
+
+
+def link_operations(operations: Operations) -> Links:
+    """Find the dependencies of all rows.
+
+    Raises:
+        AlignmentError: sends or receives do not fit the computations of their rank.
+    """
+    stream, rows = rows_of_streams(operations)
+    counts: Counter[str] = Counter()
+    chains = _Chains(rows, _before(operations, rows, counts))
+    found = [chains.before, np.full(operations.rows, -1), np.full(operations.rows, -1)]
+    last_computation = _latest(chains, _COMPUTE, operations.rows)
+    batch, coalesced = _coalesced(operations, chains)
+
+    for number in (3, 5):
+        receives = rows[number]
+        alone = receives[~coalesced[receives]]
+        found[1][alone] = _ended(operations, chains, alone, last_computation[alone])
+    collectives = rows[_COLLECTIVE]
+    found[1][collectives] = _ended(operations, chains, collectives, last_computation[collectives])
+    counts["edge-issue"] = int((found[1] >= 0).sum())
+
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        for source, target in _pipeline(operations, chains, phase):
+            found[1][target] = source
+            counts["edge-pipeline"] += len(target)
+    counts["edge-parameters"] = _link_parameters(operations, chains, found[2])
+    counts["edge-update"] = _link_updates(operations, chains, found[2])
+    deps, dep_count = _distances(operations, found)
+    return Links(stream, deps, dep_count, batch, counts)
+
+
+def _before(operations: Operations, rows: list[Int64Array], counts: Counter[str]) -> Int64Array:
+    before = np.full(operations.rows, -1, np.int64)
+    for chain in rows:
+        here, previous = chain[1:], chain[:-1]
+        same = operations.segment[here] == operations.segment[previous]
+        if not operations.sampled:
+            steps = len(operations.steps)
+            same = operations.segment[here] // steps == operations.segment[previous] // steps
+        before[here[same]] = previous[same]
+        late = operations.end_ns[previous] > operations.start_ns[here] + _TOLERANCE_NS
+        counts["operations-overlap"] += int((late & same).sum())
+    counts["edge-chain"] = int((before >= 0).sum())
+    return before
+
+
+def _latest(chains: _Chains, number: int, count: int) -> Int64Array:
+    """int64[n], the last row of a stream at or before each row, of any rank; -1: none."""
+    mark = np.full(count, -1, np.int64)
+    mark[chains.rows[number]] = chains.rows[number]
+    return np.maximum.accumulate(mark)
+
+
+def _ended(
+    operations: Operations, chains: _Chains, rows: Int64Array, candidate: Int64Array
+) -> Int64Array:
+    """The candidate of each row, or the first before it in its chain, that ended in time."""
+    found = candidate.copy()
+    steps = len(operations.steps)
+    segment = operations.segment if operations.sampled else operations.segment // steps
+    found[segment[found] != segment[rows]] = -1
+    limit = operations.start_ns[rows] + _TOLERANCE_NS
+    while True:
+        early = np.flatnonzero((found >= 0) & (operations.end_ns[found] > limit))
+        if not len(early):
+            return found
+        found[early] = chains.before[found[early]]
+
+
+def _coalesced(operations: Operations, chains: _Chains) -> tuple[Int64Array, NDArray[np.bool_]]:
+    """Sends and receives that one launch made: they have the same start and the same end."""
+    p2p = np.sort(np.concatenate(chains.rows[2:]))
+    here, previous = p2p[1:], p2p[:-1]
+    together = (
+        (operations.start_ns[here] == operations.start_ns[previous])
+        & (operations.end_ns[here] == operations.end_ns[previous])
+        & (operations.segment[here] == operations.segment[previous])
+    )
+    launch = np.concatenate([[0], np.cumsum(~together)])[: len(p2p)]
+    several = np.zeros(len(p2p), np.bool_)
+    several[1:] |= together
+    several[:-1] |= together
+    batch = np.full(operations.rows, -1, np.int64)
+    # Numbered from 0 among the launches of several.
+    chosen = launch[several]
+    renumbered = np.cumsum(np.diff(chosen, prepend=-1) > 0) - 1
+    batch[p2p[several]] = renumbered
+    return batch, batch >= 0
+
+
+def _pipeline(
+    operations: Operations, chains: _Chains, phase: Phase
+) -> list[tuple[Int64Array, Int64Array]]:
+    """(source rows, target rows) of receives into computations and of these into sends."""
+    sends, receives = (chains.rows[_P2P_STREAM[kind, phase]] for kind in (Kind.SEND, Kind.RECV))
+    if not len(sends) and not len(receives):
+        return []
+    computing = np.array(
+        [rule.kind is Kind.COMPUTE and rule.phase is phase for rule in operations.rules]
+    )
+    compute = chains.rows[_COMPUTE]
+    compute = compute[computing[operations.operation[compute]]]
+    stage = operations.grid.stage[operations.segment[compute] // len(operations.steps)]
+    chunk = operations.chunk[compute]
+    first = (stage == 0) & (chunk == 0)
+    last = (stage == operations.grid.pp_size - 1) & (chunk == chunk.max(initial=0))
+    if phase is Phase.BACKWARD:
+        first, last = last, first
+    fed, feeding = compute[~first], compute[~last]
+    _require_pairs(operations, receives, fed, f"{phase} receives")
+    _require_pairs(operations, sends, feeding, f"{phase} sends")
+    _require_order(operations, receives, fed)
+    _require_order(operations, feeding, sends)
+    return [(receives, fed), (feeding, sends)]
+
+
+def _require_pairs(
+    operations: Operations, messages: Int64Array, computations: Int64Array, what: str
+) -> None:
+    steps = len(operations.steps)
+    counts = [
+        np.bincount(operations.segment[rows], minlength=operations.segments)
+        for rows in (messages, computations)
+    ]
+    differ = np.flatnonzero(counts[0] != counts[1])
+    if len(differ):
+        rank, step = divmod(int(differ[0]), steps)
+        raise AlignmentError(
+            f"{counts[0][differ[0]]} {what} do not fit {counts[1][differ[0]]} computations "
+            "that need one",
+            where=operations.place_of(rank, step),
+            hint="the log lacks rows, or stages and chunks are mapped wrongly; the first stage "
+            "receives no activations, the last one no gradients",
+        )
+
+
+def _require_order(operations: Operations, earlier: Int64Array, later: Int64Array) -> None:
+    wrong = np.flatnonzero(earlier >= later)
+    if len(wrong):
+        raise AlignmentError(
+            "an operation started before the one that feeds it",
+            where=f"{operations.place(int(later[wrong[0]]))}, "
+            f"fed by {operations.place(int(earlier[wrong[0]]))}",
+            hint="check which columns hold stage, microbatch and chunk",
+        )
+
+
+def _link_parameters(operations: Operations, chains: _Chains, found: Int64Array) -> int:
+    """The first forward computation of a chunk waits for the gathers of its parameters."""
+    rules = operations.rules
+    gathers = np.array(
+        [rule.kind.is_communication and rule.phase is Phase.FORWARD for rule in rules]
+    )
+    computes = np.array(
+        [rule.kind is Kind.COMPUTE and rule.phase is Phase.FORWARD for rule in rules]
+    )
+    comms, compute = chains.rows[_COLLECTIVE], chains.rows[_COMPUTE]
+    comms = comms[gathers[operations.operation[comms]]]
+    compute = compute[computes[operations.operation[compute]]]
+    if not len(comms) or not len(compute):
+        return 0
+    chunks = int(operations.chunk.max()) + 1
+    last_gather = np.full(operations.segments * chunks, -1, np.int64)
+    last_gather[operations.segment[comms] * chunks + operations.chunk[comms]] = comms
+    key = operations.segment[compute] * chunks + operations.chunk[compute]
+    first = np.full(operations.segments * chunks, -1, np.int64)
+    first[key[::-1]] = compute[::-1]
+    target = first[(first >= 0) & (last_gather >= 0)]
+    source = last_gather[(first >= 0) & (last_gather >= 0)]
+    in_time = (source < target) & (
+        operations.end_ns[source] <= operations.start_ns[target] + _TOLERANCE_NS
+    )
+    found[target[in_time]] = source[in_time]
+    return int(in_time.sum())
+
+
+def _link_updates(operations: Operations, chains: _Chains, found: Int64Array) -> int:
+    """Computations of the optimizer wait for the collective that ended before them."""
+    updates = np.array(
+        [rule.kind is Kind.COMPUTE and rule.phase is Phase.OPTIMIZER for rule in operations.rules]
+    )
+    rows = chains.rows[_COMPUTE]
+    rows = rows[updates[operations.operation[rows]]]
+    if not len(rows) or not len(chains.rows[_COLLECTIVE]):
+        return 0
+    latest = _latest(chains, _COLLECTIVE, operations.rows)
+    source = _ended(operations, chains, rows, latest[rows])
+    found[rows] = source
+    return int((source >= 0).sum())
+
+
+def _distances(
+    operations: Operations, found: list[Int64Array]
+) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
+    """Distances back to the found rows, each once, the existing ones first."""
+    row = np.arange(operations.rows)
+    back = [np.where(source >= 0, row - source, 0).astype(np.uint32) for source in found]
+    back[1][back[1] == back[0]] = 0
+    back[2][(back[2] == back[0]) | (back[2] == back[1])] = 0
+    deps = np.zeros((operations.rows, _MOST_DEPS), np.uint32)
+    count = np.zeros(operations.rows, np.uint8)
+    for distance in back:
+        given = np.flatnonzero(distance)
+        deps[given, count[given]] = distance[given]
+        count[given] += 1
+    return deps, count

@@ -1,0 +1,414 @@
+"""A log as arrays: the chosen columns of Parquet or CSV files, checked, in issue order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from prismtrace.converters.content import read_blocks
+from prismtrace.converters.ops.mapping import ColumnMapping, OperationRule, Origin
+from prismtrace.errors import InputFileError, RankError, SourceFormatError, ValidationError
+from prismtrace.ranks import format_ranks
+from prismtrace.schema import Kind
+
+__all__ = ["Int64Array", "IntArray", "Operations", "RankGrid", "read_operations"]
+
+IntArray = NDArray[np.signedinteger[Any]]
+Int64Array = NDArray[np.int64]
+
+# At equal times: data arrives, is computed on, and is sent on.
+_TURN = {Kind.RECV: 0, Kind.SEND: 3}
+_COMPUTE_TURN, _COMMUNICATION_TURN = 1, 2
+
+_MOST_BITS = 63
+# A day in the unit of the trace: beyond, the unit of the mapping is wrong.
+_LONGEST_NS = 24 * 3600 * 10**9
+# Ranks, stages and chunks are small numbers; tables are as long as the largest.
+_LARGEST_NUMBER = 2**24
+
+
+@dataclass(frozen=True, eq=False)
+class RankGrid:
+    """Where each of the R ranks sits: stage, data-parallel and tensor-parallel index.
+
+    Attributes:
+        source: int64[R], the ranks' numbers in the log; the trace numbers them from 0.
+        stage, dp, tp: int64[R].
+        pp_size, dp_size, tp_size: extents; R is their product.
+        at: int64[pp_size, dp_size, tp_size], the rank at a place.
+    """
+
+    source: Int64Array
+    stage: Int64Array
+    dp: Int64Array
+    tp: Int64Array
+    at: Int64Array
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.source)
+
+    @property
+    def pp_size(self) -> int:
+        """Number of pipeline stages."""
+        return self.at.shape[0]
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data-parallel replicas."""
+        return self.at.shape[1]
+
+    @property
+    def tp_size(self) -> int:
+        """Number of tensor-parallel ranks in the log."""
+        return self.at.shape[2]
+
+
+@dataclass(frozen=True, eq=False)
+class Operations:
+    """The n rows of a log, sorted by (rank, step, start).
+
+    Attributes:
+        names, rules: by operation code.
+        grid: the ranks.
+        steps: int64[S], numbers of the steps as in the log.
+        segment: int64[n], ``rank * S + position of the step``; does not decrease.
+        operation: uint8[n] operation code.
+        start_ns, end_ns: int64[n].
+        chunk: int64[n], 0 where the log has none.
+        microbatch: int64[n], -1 where the log has none.
+        sampled: steps are samples that nothing connects.
+    """
+
+    names: tuple[str, ...]
+    rules: tuple[OperationRule, ...]
+    grid: RankGrid
+    steps: Int64Array
+    segment: Int64Array
+    operation: NDArray[np.uint8]
+    start_ns: Int64Array
+    end_ns: Int64Array
+    chunk: Int64Array
+    microbatch: Int64Array
+    has_chunks: bool
+    sampled: bool
+
+    @property
+    def rows(self) -> int:
+        """Number of operations n."""
+        return len(self.segment)
+
+    @property
+    def segments(self) -> int:
+        """Number of (rank, step) pairs."""
+        return self.grid.ranks * len(self.steps)
+
+    def place(self, row: int) -> str:
+        """What errors call a row."""
+        rank, step = divmod(int(self.segment[row]), len(self.steps))
+        name = self.names[self.operation[row]]
+        return f"{self.place_of(rank, step)} operation={name} at {self.start_ns[row]} ns"
+
+    def place_of(self, rank: int, step: int) -> str:
+        """What errors call a rank in a step, by their positions."""
+        return f"rank={self.grid.source[rank]} step={self.steps[step]}"
+
+
+def read_operations(paths: Sequence[Path], mapping: ColumnMapping) -> Operations:
+    """Read files of one job.
+
+    Raises:
+        InputFileError: a file cannot be read.
+        SourceFormatError: a column or the meaning of an operation is missing.
+        ValidationError: values that cannot be, such as negative durations.
+        RankError: ranks and their places in the grid contradict each other.
+    """
+    table = _read_table(paths, mapping)
+    if not table.height:
+        raise InputFileError("the log has no rows", where=str(paths[0]))
+    names, codes = _operation_codes(table, mapping, paths[0])
+    rules = tuple(mapping.operations[name] for name in names)
+    cell_rank, grid = _grid(table)
+    steps, step = _dense(table, "step")
+    segment = cell_rank * len(steps) + step
+    start, end = table["start"].to_numpy(), table["end"].to_numpy()
+    sampled = mapping.time.origin is Origin.STEP
+    within, shift = start, np.int64(0)
+    if sampled:
+        # Laid out one after the other, in the order of their numbers.
+        length = np.zeros(len(steps), np.int64)
+        np.maximum.at(length, step, end)
+        shift = np.concatenate([[0], np.cumsum(length)])[step]
+    else:
+        first = np.full(len(steps), start.max())
+        np.minimum.at(first, step, start)
+        within = start - first[step]
+    order = _issue_order(segment, within, rules, codes)
+    start, end = start + shift, end + shift
+    whole = {
+        name: table[name].to_numpy() if name in table.columns else None
+        for name in ("chunk", "microbatch")
+    }
+
+    def ordered(values: Any, missing: int) -> Int64Array:
+        if values is None:
+            return np.full(len(order), missing, np.int64)
+        kept: Int64Array = values[order].astype(np.int64)
+        return np.where(kept < 0, missing, kept) if missing >= 0 else kept
+
+    return Operations(
+        names=names,
+        rules=rules,
+        grid=grid,
+        steps=steps,
+        segment=segment[order],
+        operation=codes[order],
+        start_ns=start[order],
+        end_ns=end[order],
+        chunk=ordered(whole["chunk"], 0),
+        microbatch=ordered(whole["microbatch"], -1),
+        has_chunks=whole["chunk"] is not None,
+        sampled=sampled,
+    )
+
+
+# --- columns ----------------------------------------------------------------------------------
+
+
+def _read_table(paths: Sequence[Path], mapping: ColumnMapping) -> pl.DataFrame:
+    """The mapped columns under our names, times in ns, absent numbers as -1."""
+    frames = []
+    for path in paths:
+        try:
+            frame = _scan(path)
+            found = frame.collect_schema()
+            frames.append(frame.select(_expressions(found, mapping, path)).collect())
+        except (OSError, pl.exceptions.PolarsError) as error:
+            raise InputFileError(
+                f"cannot be read: {str(error).splitlines()[0]}",
+                where=str(path),
+                hint="an operation-level log is a Parquet or CSV file with a line of names",
+            ) from error
+        _check_values(frames[-1], path)
+    return frames[0] if len(frames) == 1 else pl.concat(frames, how="vertical_relaxed")
+
+
+def _scan(path: Path) -> pl.LazyFrame:
+    first = next(read_blocks(path), b"")
+    if first.startswith(b"PAR1"):
+        return pl.scan_parquet(path, glob=False)
+    return pl.scan_csv(path, glob=False)
+
+
+def _expressions(found: pl.Schema, mapping: ColumnMapping, path: Path) -> list[pl.Expr]:
+    columns = mapping.columns
+    unit = mapping.time.unit.in_ns
+
+    def required(name: str, meaning: str) -> str:
+        if name not in found:
+            raise SourceFormatError(
+                f"no column {name!r} ({meaning}); there are {', '.join(found)}",
+                where=str(path),
+                hint="say with --columns FILE.toml which column holds it",
+            )
+        return name
+
+    def in_ns(value: pl.Expr, *, whole: bool) -> pl.Expr:
+        return value * unit if whole else (value * unit).round().cast(pl.Int64)
+
+    start, span = required(columns.start, "start"), required(columns.span, "duration or end")
+    whole = found[start].is_integer() and found[span].is_integer()
+    wide = pl.Int64 if whole else pl.Float64
+    begin, last = pl.col(start).cast(wide), pl.col(span).cast(wide)
+    if columns.end is None:
+        last = begin + last
+    chosen = [
+        pl.col(required(columns.operation, "operation")).alias("operation"),
+        in_ns(begin, whole=whole).alias("start"),
+        in_ns(last, whole=whole).alias("end"),
+    ]
+    for ours in ("step", "rank", "dp_rank", "stage", "tp_rank", "microbatch", "chunk"):
+        name = getattr(columns, ours)
+        if name is None or (name not in found and ours not in columns.model_fields_set):
+            continue
+        value = pl.col(required(name, ours.replace("_", " ")))
+        if not found[name].is_integer():
+            value = value.cast(pl.Int64)
+        value = value.fill_null(-1)
+        if mapping.absent not in (None, -1):
+            value = pl.when(value == mapping.absent).then(-1).otherwise(value)
+        chosen.append(value.alias(ours))
+    if not {"rank", "dp_rank", "stage"} & {expression.meta.output_name() for expression in chosen}:
+        required(columns.rank or "rank", "rank")
+    return chosen
+
+
+def _check_values(table: pl.DataFrame, path: Path) -> None:
+    numbers = [name for name in ("step", "rank", "dp_rank", "stage", "tp_rank") if name in table]
+    problems = {
+        "has no operation": pl.col("operation").is_null(),
+        "has no start": pl.col("start").is_null(),
+        "has no end": pl.col("end").is_null(),
+        "starts before time 0": pl.col("start") < 0,
+        "ends before it starts": pl.col("end") < pl.col("start"),
+        "lasts longer than a day (is the unit of time right?)": pl.col("end") - pl.col("start")
+        > _LONGEST_NS,
+    }
+    for name in numbers:
+        problems[f"has no or a negative {name}"] = pl.col(name) < 0
+        if name != "step":
+            problems[f"has an absurd {name}"] = pl.col(name).cast(pl.Int64) > _LARGEST_NUMBER
+    counts = table.select(
+        rule.sum().alias(str(number)) for number, rule in enumerate(problems.values())
+    ).row(0)
+    for (problem, rule), count in zip(problems.items(), counts, strict=True):
+        if count:
+            row = int(table.select(rule.fill_null(value=False).arg_max()).item())
+            more = f", and {count - 1} more" if count > 1 else ""
+            raise ValidationError(
+                f"row {row} {problem}{more}: {dict(table.row(row, named=True))}", where=str(path)
+            )
+
+
+def _operation_codes(
+    table: pl.DataFrame, mapping: ColumnMapping, path: Path
+) -> tuple[tuple[str, ...], NDArray[np.uint8]]:
+    text = table["operation"]
+    if text.dtype == pl.String or not isinstance(text.dtype, pl.Categorical):
+        text = text.cast(pl.String).cast(pl.Categorical)
+    names = sorted(text.unique().cast(pl.String))
+    unknown = [name for name in names if name not in mapping.operations]
+    if unknown:
+        example = f'[operations."{unknown[0]}"]\nkind = "compute"\nphase = "forward"'
+        raise SourceFormatError(
+            f"no rule says what the operation {', '.join(map(repr, unknown[:8]))} is",
+            where=str(path),
+            hint=f"add it to the file given with --columns, such as\n{example}",
+        )
+    if len(names) > 2**8:
+        raise SourceFormatError(f"{len(names)} different operations; at most 256", where=str(path))
+    physical = text.to_physical().to_numpy()
+    table_of_codes = np.zeros(int(physical.max()) + 1, np.uint8)
+    present = text.unique()
+    code = {name: number for number, name in enumerate(names)}
+    numbers = [code[name] for name in present.cast(pl.String)]
+    table_of_codes[present.to_physical().to_numpy()] = numbers
+    return tuple(names), table_of_codes[physical]
+
+
+# --- ranks and order --------------------------------------------------------------------------
+
+
+def _dense(table: pl.DataFrame, column: str) -> tuple[Int64Array, Int64Array]:
+    """The distinct values of a column in ascending order, and each row's position in them."""
+    if column not in table.columns:
+        return np.zeros(1, np.int64), np.zeros(table.height, np.int64)
+    values = table[column].to_numpy().astype(np.int64)
+    low, high = int(values.min()), int(values.max())
+    if high - low > max(_LARGEST_NUMBER, 4 * len(values)):
+        distinct, position = np.unique(values, return_inverse=True)
+        return distinct, position.astype(np.int64)
+    seen = np.zeros(high - low + 1, np.bool_)
+    seen[values - low] = True
+    position = np.cumsum(seen) - 1
+    return np.flatnonzero(seen) + low, position[values - low]
+
+
+def _grid(table: pl.DataFrame) -> tuple[Int64Array, RankGrid]:
+    """Rank of every row, counted from 0, and where the ranks sit.
+
+    Ranks keep the order of their numbers in the log; without numbers tensor-parallel ranks
+    count fastest, then data-parallel ones, then stages.
+    """
+    number, rank = _dense(table, "rank") if "rank" in table.columns else (None, None)
+    stage = _dense(table, "stage")[1]
+    tp = _dense(table, "tp_rank")[1]
+    if "dp_rank" in table.columns:
+        dp = _dense(table, "dp_rank")[1]
+    elif number is None or rank is None:
+        dp = np.zeros(table.height, np.int64)
+    else:
+        dp = _replica_of(rank, stage, tp)[rank]
+    shape = tuple(int(index.max()) + 1 for index in (stage, dp, tp))
+    cell = (stage * shape[1] + dp) * shape[2] + tp
+    if rank is None or number is None:
+        number, rank = np.arange(np.prod(shape)), cell
+    cells = np.full(len(number), -1, np.int64)
+    cells[rank] = cell
+    if not np.array_equal(cells[rank], cell):
+        row = int((cells[rank] != cell).argmax())
+        raise RankError(
+            f"rank {number[rank[row]]} is at two places of the grid: stages, data-parallel or "
+            "tensor-parallel ranks differ between its rows",
+            hint="say with --columns which columns hold them",
+        )
+    at = np.full(int(np.prod(shape)), -1, np.int64)
+    at[cells[cells >= 0]] = np.flatnonzero(cells >= 0)
+    _require_full(at.reshape(shape), cells, number)
+    places = np.unravel_index(cells, shape)
+    return rank, RankGrid(number, *map(np.asarray, places), at.reshape(shape))
+
+
+def _require_full(at: Int64Array, cells: Int64Array, number: Int64Array) -> None:
+    shared = np.flatnonzero(np.bincount(cells[cells >= 0], minlength=at.size) > 1)
+    if len(shared):
+        twice = number[cells == shared[0]]
+        stage, dp, tp = np.unravel_index(shared[0], at.shape)
+        raise RankError(
+            f"ranks {format_ranks(twice.tolist())} are all at stage {stage}, data-parallel "
+            f"rank {dp}, tensor-parallel rank {tp}",
+            hint="name the column that tells them apart with --columns, e.g. columns.tp_rank",
+        )
+    if (at < 0).any():
+        stage, dp, tp = (int(index[0]) for index in np.nonzero(at < 0))
+        raise RankError(
+            f"{int((at < 0).sum())} of {at.size} ranks are missing: the first at stage {stage}, "
+            f"data-parallel rank {dp}, tensor-parallel rank {tp}",
+            hint="give the log of the whole job; its files may be several",
+        )
+
+
+def _replica_of(rank: Int64Array, stage: Int64Array, tp: Int64Array) -> Int64Array:
+    """Data-parallel index by rank: its position among the ranks of its stage."""
+    ranks = int(rank.max()) + 1
+    team = np.zeros(ranks, np.int64)
+    team[rank] = stage * (int(tp.max()) + 1) + tp
+    order = np.argsort(team, kind="stable")
+    ordered = team[order]
+    first = np.searchsorted(ordered, ordered)
+    replica = np.zeros(ranks, np.int64)
+    replica[order] = np.arange(ranks) - first
+    return replica
+
+
+def _issue_order(
+    segment: Int64Array,
+    within: Int64Array,
+    rules: tuple[OperationRule, ...],
+    codes: NDArray[np.uint8],
+) -> NDArray[np.uint32]:
+    """Row numbers in the order (segment, time within the step, turn)."""
+    turns = np.array(
+        [
+            _TURN.get(rule.kind, _COMMUNICATION_TURN)
+            if rule.kind.is_communication
+            else _COMPUTE_TURN
+            for rule in rules
+        ],
+        np.int64,
+    )
+    low_bits = int(within.max()).bit_length() + 2
+    if low_bits + int(segment.max()).bit_length() <= _MOST_BITS:
+        key = segment << low_bits
+        key |= within << 2
+        key |= turns[codes]
+        return pl.Series(key).arg_sort().to_numpy()
+    keys = pl.DataFrame({"a": segment, "b": within, "c": turns[codes]})
+    return keys.select(pl.arg_sort_by("a", "b", "c")).to_series().to_numpy()
