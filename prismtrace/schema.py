@@ -259,8 +259,8 @@ class SliceInfo(_Model):
     real_ranks: RankList
     virtual_ranks_policy: str = "early"
     origin_ns: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    """When all ranks were let go, in the slice's clock: rows that depend on nothing start this
-    long after it in every execution. Null: when the first row of the slice starts."""
+    """When all ranks were let go, in the clock of the lowest real rank: rows that depend on nothing
+    start as long after it in every execution. Null: when the first row of a real rank starts."""
 
 
 class TraceHeader(_Model):

@@ -232,8 +232,8 @@ def open_trace(source: PathLike | Sequence[PathLike], *, exact: bool = True) -> 
         ValidationError: the header or the columns break the format, or the files do not
             carry the same header.
     """
-    paths = _resolve(source)
-    headers = [read_header(path) for path in paths]
+    paths = trace_files(source)
+    headers = read_headers(paths)
     for path, header in zip(paths[1:], headers[1:], strict=True):
         if header != headers[0]:
             raise ValidationError(
@@ -241,13 +241,18 @@ def open_trace(source: PathLike | Sequence[PathLike], *, exact: bool = True) -> 
                 where=str(path),
                 hint="open them one by one, or combine slices with `prismcalib merge`",
             )
-    frames = [_scan(path, exact=exact) for path in paths]
+    frames = [scan_nodes(path, exact=exact) for path in paths]
     how: Literal["diagonal", "diagonal_relaxed"] = "diagonal" if exact else "diagonal_relaxed"
     nodes = frames[0] if len(frames) == 1 else pl.concat(frames, how=how)
     return Trace(header=headers[0], nodes=nodes, paths=tuple(paths))
 
 
-def _resolve(source: PathLike | Sequence[PathLike]) -> list[Path]:
+def trace_files(source: PathLike | Sequence[PathLike]) -> list[Path]:
+    """The files that a path, a folder, a pattern or a list of them stands for.
+
+    Raises:
+        InputFileError: nothing is there.
+    """
     given = [source] if isinstance(source, str | os.PathLike) else list(source)
     paths: list[Path] = []
     for item in given:
@@ -274,6 +279,41 @@ def _resolve(source: PathLike | Sequence[PathLike]) -> list[Path]:
 
 def read_header(path: PathLike) -> TraceHeader:
     """The header of one trace file; errors as in `open_trace`."""
+    return _parse_header(_header_text(path), str(path))
+
+
+def read_headers(paths: Sequence[PathLike]) -> list[TraceHeader]:
+    """Headers of many files of one job; the process groups are parsed once if all list the same.
+
+    A job of thousands of ranks has megabytes of groups in every header.
+    """
+    headers: list[TraceHeader] = []
+    shared = ""
+    for path in paths:
+        text = _header_text(path)
+        if shared and text.count(shared) == 1:
+            rest = _parse_header(text.replace(shared, _NO_GROUPS), str(path))
+            headers.append(rest.model_copy(update={"groups": headers[0].groups}))
+            continue
+        headers.append(_parse_header(text, str(path)))
+        if not shared and len(headers) == 1:
+            shared = _groups_text(text)
+    return headers
+
+
+_NO_GROUPS = '"groups":[]'
+
+
+def _groups_text(text: str) -> str:
+    """The part of a header's JSON that lists the groups; empty if it is written otherwise."""
+    begin = text.find(_NO_GROUPS[:-1])
+    if begin < 0 or text.count(_NO_GROUPS[:-1]) > 1:
+        return ""
+    _, end = json.JSONDecoder().raw_decode(text, begin + len(_NO_GROUPS) - 2)
+    return text[begin:end]
+
+
+def _header_text(path: PathLike) -> str:
     where = str(path)
     try:
         metadata = pl.read_parquet_metadata(Path(path))
@@ -291,8 +331,12 @@ def read_header(path: PathLike) -> TraceHeader:
             where=where,
             hint="only files that prismtrace, prismcalib or prismreplay wrote can be opened",
         )
+    return metadata[METADATA_KEY]
+
+
+def _parse_header(text: str, where: str) -> TraceHeader:
     try:
-        raw = json.loads(metadata[METADATA_KEY])
+        raw = json.loads(text)
         _check_version(str(raw.get("format_version")), where)
         return TraceHeader.model_validate(raw)
     except (PydanticError, ValueError, AttributeError) as error:
@@ -317,7 +361,8 @@ def _check_version(version: str, where: str) -> None:
         )
 
 
-def _scan(path: Path, *, exact: bool) -> pl.LazyFrame:
+def scan_nodes(path: Path, *, exact: bool = True) -> pl.LazyFrame:
+    """The node table of one file, lazily, with the columns of `node_schema`; see `open_trace`."""
     frame = pl.scan_parquet(path, glob=False)
     try:
         found = frame.collect_schema()

@@ -109,13 +109,12 @@ def cut_into_slices(
     digits = max(4, len(str(len(groups) - 1)))
     paths = []
     for number, ranks in enumerate(groups):
-        part = source.part(ranks)
-        partners = source.partners(ranks, part) if virtual == "early" else None
+        part, partners = source.take(ranks, partners=virtual == "early")
         for repeat in range(repeats):
             random = generator(seed, number, repeat)
             timing = _execute(part, noise, random)
             rows = _real_rows(part, timing, given=transfers == "given")
-            if partners is not None and partners.rows.height:
+            if partners is not None:
                 rows = _joined(rows, _virtual_rows(partners, part, timing))
             header = _header(source, number, ranks, rows, ranks_per_clock)
             header, rows = _misread(header, rows, drift_ppm, random)
@@ -257,8 +256,13 @@ def _misread(
     pace = random.uniform(-drift_ppm, drift_ppm, len(header.clock)) * 1e-6
 
     def read(time: Int64Array) -> Int64Array:
-        return time + origin[clock] + np.rint(time * pace[clock]).astype(np.int64)
+        drift: Int64Array = np.rint(time * pace[clock]).astype(np.int64)
+        return time + origin[clock] + drift
 
+    if header.slice is not None:
+        begin = int(origin[place[min(header.slice.real_ranks)]])
+        begun = header.slice.model_copy(update={"origin_ns": begin})
+        header = header.model_copy(update={"slice": begun})
     return header, rows.with_columns(
         start_ns=pl.Series(read(start)), dur_ns=pl.Series(read(end) - read(start))
     )
