@@ -152,9 +152,17 @@ def convert(
         bool,
         typer.Option("--strict", help="Fail when anything had to be repaired, dropped or assumed."),
     ] = False,
+    columns: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The input is an operation-level log (Parquet or CSV); this TOML file says what"
+            " its columns and operations are.",
+        ),
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Convert profiler traces of all ranks into one trace.
+    """Convert profiler traces of all ranks, or an operation-level log, into one trace.
 
     Example: prismtrace convert rank*.json.gz -o run.parquet
     """
@@ -178,6 +186,7 @@ def convert(
             unmatched=unmatched.value,
             recover=recover,
             strict=strict,
+            mapping=columns,
             progress=bar.advance,
         )
     if json:

@@ -23,6 +23,7 @@ from prismtrace.converters.kineto.rank import RankOptions, RankTrace, convert_ra
 from prismtrace.converters.matching import match
 from prismtrace.converters.parts import disk_errors, workspace
 from prismtrace.converters.placing import Assignment
+from prismtrace.converters.sniff import is_operation_level
 from prismtrace.converters.workers import run_tasks
 from prismtrace.errors import (
     InputFileError,
@@ -94,9 +95,10 @@ def convert(
     unmatched: str = "refuse",
     recover: bool = False,
     strict: bool = False,
+    mapping: PathLike | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> ConvertReport:
-    """Convert PyTorch profiler traces, one file a rank, into one trace.
+    """Convert PyTorch profiler traces, one file a rank, or an operation-level log into one trace.
 
     Args:
         inputs: files, folders or glob patterns.
@@ -112,6 +114,9 @@ def convert(
         unmatched: ``refuse`` or ``keep`` communications that fit no group or no partner.
         recover: use what can be read of truncated or damaged files.
         strict: refuse when anything had to be repaired, dropped or assumed.
+        mapping: TOML file that says what the columns of an operation-level log (Parquet or CSV)
+            mean, see `prismtrace.converters.ops`; of the options above only `strict` concerns
+            such a log.
         progress: called with the number of input bytes done since the last call.
 
     Returns:
@@ -122,6 +127,10 @@ def convert(
         OutputError: the result cannot be written.
     """
     paths = expand_inputs(inputs)
+    if mapping is not None or is_operation_level(paths[0]):
+        from prismtrace.converters.ops import convert_operations
+
+        return convert_operations(paths, output, mapping=mapping, strict=strict, progress=progress)
     given = _given_ranks(paths, ranks or {})
     target = Path(output)
     options = RankOptions(grain, step_from, tuple(comm_kernels), tuple(keep_args), recover)

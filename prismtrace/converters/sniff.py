@@ -10,7 +10,7 @@ from pathlib import Path
 from prismtrace.converters.content import read_blocks
 from prismtrace.errors import SourceFormatError
 
-__all__ = ["SourceFormat", "sniff", "unsupported"]
+__all__ = ["SourceFormat", "is_operation_level", "sniff", "unsupported"]
 
 _HEAD_BYTES = 256 * 1024
 
@@ -73,6 +73,11 @@ def sniff(path: Path) -> SourceFormat:
     if set(_first_line(text).split(",")) >= _OPS_COLUMNS:
         return SourceFormat.OPS_CSV
     return SourceFormat.CHAKRA if _is_chakra(head) else SourceFormat.UNKNOWN
+
+
+def is_operation_level(path: Path) -> bool:
+    """Whether the file is an operation-level log with the columns that are known by name."""
+    return sniff(path) in {SourceFormat.OPS_PARQUET, SourceFormat.OPS_CSV}
 
 
 def unsupported(path: Path, found: SourceFormat) -> SourceFormatError:

@@ -184,4 +184,6 @@ def _nodes(operations: Operations, links: Links, instances: Instances) -> pl.Dat
         columns["chunk"] = operations.chunk.astype(np.int16)
     deps = pl.Series("deps", links.deps).cast(pl.List(pl.UInt32))
     columns |= {"deps": deps, "dep_count": links.dep_count}
-    return pl.DataFrame(columns).with_columns(pl.col("deps").list.head("dep_count")).drop("dep_count")
+    return (
+        pl.DataFrame(columns).with_columns(pl.col("deps").list.head("dep_count")).drop("dep_count")
+    )

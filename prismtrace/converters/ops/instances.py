@@ -64,7 +64,9 @@ def match_operations(operations: Operations, streams: list[Int64Array]) -> Insta
         (Phase.FORWARD, streams[2], streams[3]),
         (Phase.BACKWARD, streams[4], streams[5]),
     ):
-        pairs += _match_pairs(operations, phase, send_rows, recv_rows, (group, seq, peer, ready), book)
+        pairs += _match_pairs(
+            operations, phase, send_rows, recv_rows, (group, seq, peer, ready), book
+        )
     matched = ready >= 0
     transfer = np.where(matched, operations.end_ns - ready, -1)
     early = matched & (transfer < 0)
@@ -320,5 +322,3 @@ def _require_both_ends(
             f"neighbour rank={operations.grid.source[upstream[rank]]}",
             hint="the log lacks rows, or stages are mapped wrongly",
         )
-
-

@@ -58,17 +58,17 @@ class RankGrid:
     @property
     def pp_size(self) -> int:
         """Number of pipeline stages."""
-        return self.at.shape[0]
+        return int(self.at.shape[0])
 
     @property
     def dp_size(self) -> int:
         """Number of data-parallel replicas."""
-        return self.at.shape[1]
+        return int(self.at.shape[1])
 
     @property
     def tp_size(self) -> int:
         """Number of tensor-parallel ranks in the log."""
-        return self.at.shape[2]
+        return int(self.at.shape[2])
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +140,7 @@ def read_operations(paths: Sequence[Path], mapping: ColumnMapping) -> Operations
     segment = cell_rank * len(steps) + step
     start, end = table["start"].to_numpy(), table["end"].to_numpy()
     sampled = mapping.time.origin is Origin.STEP
-    within, shift = start, np.int64(0)
+    within, shift = start, np.zeros(1, np.int64)
     if sampled:
         # Laid out one after the other, in the order of their numbers.
         length = np.zeros(len(steps), np.int64)
@@ -352,8 +352,8 @@ def _grid(table: pl.DataFrame) -> tuple[Int64Array, RankGrid]:
     at = np.full(int(np.prod(shape)), -1, np.int64)
     at[cells[cells >= 0]] = np.flatnonzero(cells >= 0)
     _require_full(at.reshape(shape), cells, number)
-    places = np.unravel_index(cells, shape)
-    return rank, RankGrid(number, *map(np.asarray, places), at.reshape(shape))
+    stages, replicas, lanes = (np.asarray(place) for place in np.unravel_index(cells, shape))
+    return rank, RankGrid(number, stages, replicas, lanes, at.reshape(shape))
 
 
 def _require_full(at: Int64Array, cells: Int64Array, number: Int64Array) -> None:
