@@ -10,8 +10,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from prismcalib.graph import Graph, Int64Array
+from prismcalib.synth.authoring import stage_programs
 from prismcalib.synth.layout import Layout
-from prismcalib.synth.program import Program, stage_programs, stream_names
+from prismcalib.synth.program import Program, stream_names
 from prismcalib.synth.spec import JobSpec
 from prismcalib.synth.times import expert_loads
 from prismtrace.schema import ClockDomain, Kind, TraceHeader, TraceKind
@@ -26,11 +27,14 @@ class JobGraph:
 
     Attributes:
         graph: n rows, with durations 0 and no lags; ranks that are absent are not waited for.
-        first_instance: key of `Layout.keys` -> number of the channel's first instance.
+        keys: int64[channels], sorted keys of the channels in use, see `Layout.keys`.
+        starts, lengths: int64[channels], first instance of each channel and how many it has.
     """
 
     graph: Graph
-    first_instance: dict[int, int]
+    keys: Int64Array
+    starts: Int64Array
+    lengths: Int64Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +85,8 @@ class Job:
 
     def graph(self, ranks: Int64Array, steps: int) -> JobGraph:
         """The graph of sorted ranks over the first steps."""
-        keys, starts, sizes = self._instances(ranks, steps)
+        keys, lengths, present = self._channels(ranks, steps)
+        starts = np.cumsum(lengths) - lengths
         blocks = [(*block, _deps_of_rank(block[0], steps)) for block in self.blocks(ranks)]
         rows = sum(steps * program.rows * len(members) for program, members, _ in blocks)
         edges = sum(len(deps.back) * len(members) for _, members, deps in blocks)
@@ -92,10 +97,8 @@ class Job:
         for program, members, deps in blocks:
             # One line of these views is one rank.
             shape = (len(members), -1)
-            next_row, next_edge = (
-                row + steps * program.rows * len(members),
-                edge + len(deps.back) * len(members),
-            )
+            next_row = row + steps * program.rows * len(members)
+            next_edge = edge + len(deps.back) * len(members)
             numbers = np.arange(len(members))[:, None]
             ends = edge + len(deps.back) * numbers
             np.add(ends, deps.ends, out=offsets[row + 1 : next_row + 1].reshape(shape))
@@ -119,28 +122,22 @@ class Job:
                 dep_offsets=offsets,
                 dep_rows=dep_rows,
                 instance=instance,
-                instance_size=sizes,
+                instance_size=np.repeat(present, lengths).astype(np.int32),
             ),
-            first_instance=dict(zip(keys.tolist(), starts.tolist(), strict=True)),
+            keys=keys,
+            starts=starts,
+            lengths=lengths,
         )
 
-    def _instances(
-        self, ranks: Int64Array, steps: int
-    ) -> tuple[Int64Array, Int64Array, NDArray[np.int32]]:
-        """Sorted channel keys, first instance of each, members present of every instance."""
-        keys, counts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    def _channels(self, ranks: Int64Array, steps: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Sorted keys of the channels in use; operations and members present of each."""
+        keys, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for program, members in self.blocks(ranks):
-            for channel, count in zip(program.channels, program.counts, strict=True):
-                keys.append(self.layout.keys(channel, members))
-                counts.append(np.full(len(members), count * steps))
+            keys.append(self.layout.all_keys(program.channels, members).ravel())
+            lengths.append(np.repeat(program.counts * steps, len(members)))
         every = np.concatenate(keys)
         unique, at, present = np.unique(every, return_index=True, return_counts=True)
-        lengths = np.concatenate(counts)[at]
-        return (
-            unique,
-            np.cumsum(lengths) - lengths,
-            np.repeat(present, lengths).astype(np.int32),
-        )
+        return unique, np.concatenate(lengths)[at], present
 
     # Rows -------------------------------------------------------------------------------
 
@@ -235,7 +232,8 @@ def _deps_of_rank(program: Program, steps: int) -> _Deps:
 def _numbers(program: Program, place: int, steps: int) -> Int64Array:
     """Numbers of a channel's operations over several steps, in program order."""
     in_step = program.seq[program.channel == place]
-    return (program.counts[place] * np.arange(steps)[:, None] + in_step).ravel()
+    numbers: Int64Array = (program.counts[place] * np.arange(steps)[:, None] + in_step).ravel()
+    return numbers
 
 
 def _template(program: Program, steps: int) -> pl.DataFrame:
@@ -256,7 +254,9 @@ def _template(program: Program, steps: int) -> pl.DataFrame:
     )
     deps = _deps_of_rank(program, steps)
     number = pl.col("step").cast(pl.Int64)
-    batches = (step["batch"].max() or 0) + 1
+    batches = 1 + max(
+        (number for number in program.columns["batch"] if number is not None), default=0
+    )
     rows = pl.concat([step.with_columns(step=pl.lit(i, pl.Int32)) for i in range(steps)])
     return (
         rows.with_columns(

@@ -257,7 +257,8 @@ def _misread(
 
     def read(time: Int64Array) -> Int64Array:
         drift: Int64Array = np.rint(time * pace[clock]).astype(np.int64)
-        return time + origin[clock] + drift
+        shown: Int64Array = time + origin[clock] + drift
+        return shown
 
     if header.slice is not None:
         begin = int(origin[place[min(header.slice.real_ranks)]])

@@ -87,7 +87,9 @@ def write_job(
 def step_ends_ns(spec: JobSpec) -> Int64Array:
     """int64[steps], when each step's last operation ends; the first step starts at 0."""
     job = Job(spec)
-    return np.max([times.end_ns.max(axis=(0, 2)) for _, times in _stage_times(job)], axis=0)
+    stages = _stage_times(job)
+    ends: Int64Array = np.max([times.end_ns.max(axis=(0, 2)) for _, times in stages], axis=0)
+    return ends
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -114,3 +115,10 @@ class Layout:
         """int64[R], equal for ranks that count operations of the channel together."""
         between = channel.source * self.spec.pp + channel.target
         return self.group_ids(channel, ranks) * self.spec.pp**2 + between
+
+    def all_keys(self, channels: Sequence[Channel], ranks: Int64Array) -> Int64Array:
+        """int64[channels, R], `keys` of several channels."""
+        keys = np.empty((len(channels), len(ranks)), np.int64)
+        for place, channel in enumerate(channels):
+            keys[place] = self.keys(channel, ranks)
+        return keys

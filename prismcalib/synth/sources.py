@@ -12,15 +12,14 @@ from numpy.typing import NDArray
 from prismcalib.build import require_all_members, sorted_rows, structure_graph
 from prismcalib.clocks import group_max
 from prismcalib.errors import MergeInputError
-from prismcalib.graph import Graph, Int32Array, Int64Array
+from prismcalib.graph import Graph, Int64Array
 from prismcalib.synth.assembly import Job, JobGraph
-from prismcalib.synth.program import Program
 from prismcalib.synth.spec import JobSpec
 from prismcalib.synth.times import own_times
 from prismtrace.schema import TraceHeader, TraceKind
 from prismtrace.trace import Trace
 
-__all__ = ["JobSource", "Part", "Source", "TraceSource", "source_of"]
+__all__ = ["JobSource", "Part", "Partners", "Source", "TraceSource", "source_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +60,8 @@ class Source(Protocol):
     def header(self) -> TraceHeader:
         """Header of the whole job."""
 
-    def part(self, ranks: Int64Array) -> Part:
-        """What sorted ranks do."""
-
-    def partners(self, ranks: Int64Array, part: Part) -> Partners:
-        """What the others do with them."""
+    def take(self, ranks: Int64Array, *, partners: bool) -> tuple[Part, Partners | None]:
+        """What sorted ranks do, and what others do with them, if asked for and if any do."""
 
 
 def source_of(job: Trace | JobSpec) -> Source:
@@ -76,106 +72,81 @@ def source_of(job: Trace | JobSpec) -> Source:
 # --- a job, made up rank by rank ------------------------------------------------------
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class JobSource:
     """A made-up job; only what is asked for is ever built."""
 
     job: Job
     header: TraceHeader = field(init=False)
-    _last: JobGraph | None = None
 
     def __post_init__(self) -> None:
-        self.header = self.job.header(TraceKind.RECORDED)
+        object.__setattr__(self, "header", self.job.header(TraceKind.RECORDED))
 
-    def part(self, ranks: Int64Array) -> Part:
-        """What sorted ranks do."""
-        job, spec = self.job, self.job.spec
+    def take(self, ranks: Int64Array, *, partners: bool) -> tuple[Part, Partners | None]:
+        """See `Source.take`."""
+        job, steps = self.job, range(self.job.spec.steps)
         durations, gaps, frames = [], [], []
         for program, members in job.blocks(ranks):
-            steps = [own_times(job.layout, program, members, step) for step in range(spec.steps)]
-            durations.append(np.stack([own.duration_ns for own in steps], axis=1).ravel())
-            idle = [own.gap_ns for own in steps if own.gap_ns is not None]
+            times = [own_times(job.layout, program, members, step) for step in steps]
+            durations.append(np.stack([own.duration_ns for own in times], axis=1).ravel())
+            idle = [own.gap_ns for own in times if own.gap_ns is not None]
             if idle:
                 gaps.append(np.stack(idle, axis=1).ravel())
             frames.append(job.frame(program, members))
-        self._last = job.graph(ranks, spec.steps)
-        graph = replace(self._last.graph, duration_ns=np.concatenate(durations))
-        rows = pl.concat(frames, rechunk=True)
-        expected = {group.id: len(group.ranks) for group in self.header.groups}
-        return Part(
-            rows=rows,
-            graph=graph,
+        graph = job.graph(ranks, len(steps))
+        part = Part(
+            rows=pl.concat(frames, rechunk=True),
+            graph=replace(graph.graph, duration_ns=np.concatenate(durations)),
             gap_ns=np.concatenate(gaps) if gaps else None,
-            complete=self._complete(self._last, expected),
+            complete=graph.graph.instance_size == np.repeat(self._sizes(graph), graph.lengths),
         )
+        return part, self._partners(ranks, graph) if partners else None
 
-    def _complete(self, part: JobGraph, expected: dict[int, int]) -> NDArray[np.bool_]:
-        pairs = self.job.spec.pp**2
-        keys = np.array(list(part.first_instance), np.int64)
-        starts = np.array(list(part.first_instance.values()), np.int64)
-        sizes = np.array(
-            [2 if key % pairs else expected[key // pairs] for key in keys.tolist()],
-            np.int64,
-        )
-        lengths = np.diff(np.append(starts, part.graph.instances))
-        return part.graph.instance_size == np.repeat(sizes, lengths)
+    def _sizes(self, graph: JobGraph) -> NDArray[np.int32]:
+        """Members that the instances of each channel of the graph have in the job."""
+        group, p2p = np.divmod(graph.keys, self.job.spec.pp**2)
+        sizes = np.array([len(group.ranks) for group in self.header.groups], np.int32)
+        return np.where(p2p > 0, np.int32(2), sizes[group])
 
-    def partners(self, ranks: Int64Array, part: Part) -> Partners:
-        """What the others do with them."""
-        del part
-        if self._last is None:
-            raise AssertionError("ask for the part first")
+    def _partners(self, ranks: Int64Array, graph: JobGraph) -> Partners | None:
         everyone = np.arange(self.job.spec.world_size)
-        others = everyone[~np.isin(everyone, ranks)]
-        first = self._last.first_instance
-        keys = np.array(list(first), np.int64)
-        starts = np.array(list(first.values()), np.int64)
+        starts = np.append(graph.starts, 0)
         frames, instances = [], []
-        for program, members in self.job.blocks(others):
-            used = np.array(
-                [self.job.layout.keys(channel, members) for channel in program.channels]
-            ).reshape(len(program.channels), len(members))
-            found = np.searchsorted(keys, used)
-            shared = np.isin(used, keys)
+        for program, members in self.job.blocks(everyone[~np.isin(everyone, ranks)]):
+            keys = self.job.layout.all_keys(program.channels, members)
+            shared = np.isin(keys, graph.keys)
+            base = starts[np.searchsorted(graph.keys, keys)]
             # Ranks that share the same channels have the same rows.
             patterns, number = np.unique(shared, axis=1, return_inverse=True)
             for place, pattern in enumerate(patterns.T):
                 if pattern.any():
-                    column = np.flatnonzero(number.ravel() == place)
-                    frame = self.job.frame(program, members[column], channels=pattern)
-                    base = starts[np.where(shared, found, 0)[:, column]]
+                    alike = np.flatnonzero(number.ravel() == place)
+                    frame = self.job.frame(program, members[alike], channels=pattern)
+                    channel = np.tile(program.channel, self.job.spec.steps)
+                    channel = channel[np.append(pattern, values=False)[channel]]
                     frames.append(frame)
-                    instances.append(self._instance(program, pattern, base, frame))
+                    instances.append(base[:, alike][channel].T.ravel() + frame["seq"].to_numpy())
         if not frames:
-            return Partners(part_rows(self._empty()), np.empty(0, np.int64))
-        return _sorted(pl.concat(frames, rechunk=True), np.concatenate(instances))
-
-    def _empty(self) -> pl.DataFrame:
-        return self.job.frame(self.job.programs[0], np.zeros(1, np.int64)).clear()
-
-    def _instance(
-        self, program: Program, pattern: NDArray[np.bool_], base: Int64Array, frame: pl.DataFrame
-    ) -> Int64Array:
-        channel = np.tile(program.channel, self.job.spec.steps)
-        channel = channel[np.append(pattern, values=False)[channel]]
-        return base[channel].T.ravel() + frame["seq"].to_numpy()
+            return None
+        numbered = pl.concat(frames).with_columns(instance=pl.Series(np.concatenate(instances)))
+        ordered = numbered.sort("rank", "index")
+        return Partners(ordered.drop("instance"), ordered["instance"].to_numpy())
 
 
 # --- a trace --------------------------------------------------------------------------
 
-_TIMES = ("start_ns", "dur_ns", "transfer_ns", "transfer_source", "lag_ns")
-_DERIVED = (
+_NOT_STRUCTURE = (
+    "start_ns",
+    "dur_ns",
+    "transfer_ns",
+    "transfer_source",
+    "lag_ns",
     "wait_ns",
     "slack_ns",
     "critical",
     "x_observed_start_ns",
     "x_observed_dur_ns",
 )
-
-
-def part_rows(rows: pl.DataFrame) -> pl.DataFrame:
-    """Rows without anything that was measured or calculated."""
-    return rows.drop(_TIMES, *_DERIVED, strict=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,13 +158,12 @@ class TraceSource:
     """
 
     trace: Trace
-    header: TraceHeader = field(init=False)
     _rows: pl.DataFrame = field(init=False)
     _graph: Graph = field(init=False)
     _gap: Int64Array = field(init=False)
 
     def __post_init__(self) -> None:
-        header = self.trace.header
+        header = self.header
         if header.kind not in (TraceKind.RECORDED, TraceKind.CALIBRATED):
             raise MergeInputError(
                 f"a {header.kind} trace cannot be cut into slices",
@@ -209,55 +179,57 @@ class TraceSource:
             raise MergeInputError("some rows of the trace have no times")
         graph = structure_graph(rows, header)
         require_all_members(graph, rows, header)
-        start = rows["start_ns"].to_numpy() - int(rows["start_ns"].to_numpy().min())
-        end = start + rows["dur_ns"].to_numpy()
-        own, gap = _explain(graph, start, end)
+        observed = rows["start_ns"].to_numpy()
+        start = observed - observed.min()
+        own, gap = _explain(graph, start, start + rows["dur_ns"].to_numpy())
         free = np.diff(graph.dep_offsets) == 0
         graph = replace(graph, duration_ns=own, release_ns=np.where(free, start, 0))
-        object.__setattr__(self, "header", header)
-        object.__setattr__(self, "_rows", part_rows(rows))
+        object.__setattr__(self, "_rows", rows.drop(_NOT_STRUCTURE, strict=False))
         object.__setattr__(self, "_graph", graph)
         object.__setattr__(self, "_gap", gap)
 
-    def part(self, ranks: Int64Array) -> Part:
-        """What sorted ranks do."""
+    @property
+    def header(self) -> TraceHeader:
+        """Header of the trace."""
+        return self.trace.header
+
+    def take(self, ranks: Int64Array, *, partners: bool) -> tuple[Part, Partners | None]:
+        """See `Source.take`."""
         chosen = np.isin(self._rows["rank"].to_numpy(), ranks)
         whole = self._graph
         numbers = np.unique(whole.instance[chosen & (whole.instance >= 0)])
-        owner = np.repeat(np.arange(whole.rows), np.diff(whole.dep_offsets))
-        kept = chosen[owner] & chosen[whole.dep_rows]
-        counts = np.bincount(owner[kept], minlength=whole.rows)[chosen]
-        instance = whole.instance[chosen]
-        member = instance >= 0
-        instance[member] = np.searchsorted(numbers, instance[member])
-        present = np.bincount(instance[member], minlength=len(numbers))
-        release = whole.release_ns
-        graph = Graph(
-            duration_ns=whole.duration_ns[chosen],
-            dep_offsets=np.concatenate([[0], np.cumsum(counts)]),
-            dep_rows=(np.cumsum(chosen) - 1)[whole.dep_rows[kept]],
-            instance=instance,
-            instance_size=present,
-            release_ns=None if release is None else release[chosen],
-        )
-        return Part(
+        graph = _subgraph(whole, chosen, numbers)
+        part = Part(
             rows=self._rows.filter(pl.Series(chosen)),
             graph=graph,
             gap_ns=self._gap[chosen],
-            complete=present == whole.instance_size[numbers],
+            complete=graph.instance_size == whole.instance_size[numbers],
         )
+        others = ~chosen & np.isin(whole.instance, numbers)
+        if not partners or not others.any():
+            return part, None
+        rows = self._rows.filter(pl.Series(others))
+        rows = rows.with_columns(deps=pl.lit([], pl.List(pl.UInt32)))
+        return part, Partners(rows, np.searchsorted(numbers, whole.instance[others]))
 
-    def partners(self, ranks: Int64Array, part: Part) -> Partners:
-        """What the others do with them."""
-        del part
-        whole = self._graph.instance
-        chosen = np.isin(self._rows["rank"].to_numpy(), ranks)
-        numbers = np.unique(whole[chosen & (whole >= 0)])
-        others = ~chosen & np.isin(whole, numbers)
-        rows = self._rows.filter(pl.Series(others)).with_columns(
-            deps=pl.lit([], pl.List(pl.UInt32))
-        )
-        return Partners(rows, np.searchsorted(numbers, whole[others]))
+
+def _subgraph(whole: Graph, chosen: NDArray[np.bool_], instances: NDArray[np.int32]) -> Graph:
+    """The graph of some rows; instances, numbered anew, expect the members among them."""
+    owner = np.repeat(np.arange(whole.rows), np.diff(whole.dep_offsets))
+    kept = chosen[owner] & chosen[whole.dep_rows]
+    counts = np.bincount(owner[kept], minlength=whole.rows)[chosen]
+    instance = whole.instance[chosen]
+    member = instance >= 0
+    instance[member] = np.searchsorted(instances, instance[member])
+    row = np.cumsum(chosen) - 1
+    return Graph(
+        duration_ns=whole.duration_ns[chosen],
+        dep_offsets=np.concatenate([[0], np.cumsum(counts)]),
+        dep_rows=row[whole.dep_rows[kept]].astype(np.int32),
+        instance=instance,
+        instance_size=np.bincount(instance[member], minlength=len(instances)).astype(np.int32),
+        release_ns=None if whole.release_ns is None else whole.release_ns[chosen],
+    )
 
 
 def _explain(graph: Graph, start: Int64Array, end: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -271,9 +243,3 @@ def _explain(graph: Graph, start: Int64Array, end: Int64Array) -> tuple[Int64Arr
         last = np.maximum.reduceat(end[graph.dep_rows], graph.dep_offsets[dependent])
         gap[dependent] = np.maximum(start[dependent] - last, 0)
     return np.maximum(end - ready, 0), gap
-
-
-def _sorted(rows: pl.DataFrame, instance: Int64Array) -> Partners:
-    ordered = rows.with_columns(instance=pl.Series(instance)).sort("rank", "index")
-    numbers: Int32Array | Int64Array = ordered["instance"].to_numpy()
-    return Partners(ordered.drop("instance"), numbers.astype(np.int64))

@@ -50,8 +50,7 @@ def own_times(layout: Layout, program: Program, ranks: Int64Array, step: int) ->
     duration = np.empty((len(ranks), program.rows), np.int64)
     gap = np.empty_like(duration) if spec.launch_gap_ns else None
     member = program.channel >= 0
-    keys = np.array([layout.keys(channel, ranks) for channel in program.channels])
-    keys = keys.reshape(len(program.channels), len(ranks))
+    keys = layout.all_keys(program.channels, ranks)
     counts = program.counts.tolist()
     users = [np.flatnonzero(program.channel == place) for place in range(len(counts))]
     drawn: dict[int, NDArray[np.float64]] = {}
@@ -92,4 +91,5 @@ def expert_loads(
 
 def _lognormal(normal: NDArray[np.floating], sigma: float) -> NDArray[np.float64]:
     """Factors with mean 1."""
-    return np.exp(normal * sigma - sigma**2 / 2).astype(np.float64)
+    factors: NDArray[np.float64] = np.exp(normal * sigma - sigma**2 / 2).astype(np.float64)
+    return factors
