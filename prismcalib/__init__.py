@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prismcalib.build import graph_from_trace
+    from prismcalib.edits import Drop, Scale, ScaleGaps, SetDuration, SwapDurations, read_scenarios
     from prismcalib.errors import (
         CalibError,
         ClockError,
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
         CycleError,
         MergeInputError,
         MissingMemberError,
+        PredicateError,
+        ScenarioError,
     )
     from prismcalib.graph import Graph
     from prismcalib.merging import MergeReport, MergeResult, merge
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
         slack,
     )
     from prismcalib.waiting import WaitRules
+    from prismcalib.whatif import Scenario, WhatIf, what_if
 
 __all__ = [
     "BatchTiming",
@@ -46,14 +50,23 @@ __all__ = [
     "CoverageError",
     "CriticalPath",
     "CycleError",
+    "Drop",
     "Graph",
     "MergeInputError",
     "MergeReport",
     "MergeResult",
     "MissingMemberError",
+    "PredicateError",
     "Prediction",
+    "Scale",
+    "ScaleGaps",
+    "Scenario",
+    "ScenarioError",
+    "SetDuration",
+    "SwapDurations",
     "Timing",
     "WaitRules",
+    "WhatIf",
     "critical_path",
     "critical_rows",
     "graph_from_trace",
@@ -61,12 +74,15 @@ __all__ = [
     "predict",
     "propagate",
     "propagate_batch",
+    "read_scenarios",
     "slack",
     "to_networkx",
+    "what_if",
 ]
 
 _HOMES = {
     "build": ("graph_from_trace",),
+    "edits": ("Drop", "Scale", "ScaleGaps", "SetDuration", "SwapDurations", "read_scenarios"),
     "graph": ("Graph",),
     "merging": ("MergeReport", "MergeResult", "merge"),
     "nxgraph": ("to_networkx",),
@@ -81,6 +97,7 @@ _HOMES = {
         "slack",
     ),
     "waiting": ("WaitRules",),
+    "whatif": ("Scenario", "WhatIf", "what_if"),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -31,13 +31,12 @@ __all__ = [
 _CHECK_HINT = "run `prismtrace validate` on the trace: it lists every rule that is broken"
 
 
-def graph_from_trace(trace: Trace) -> tuple[Graph, pl.DataFrame]:
+def graph_from_trace(trace: Trace, *, rules: WaitRules | None = None) -> tuple[Graph, pl.DataFrame]:
     """The graph of a trace and its rows in the graph's order.
 
     A sync member lasts its `transfer_ns`, or its whole `dur_ns` where no transfer is known;
     unknown durations are 0.  Lags are those of the trace; rows that depend on nothing are
-    released at their `start_ns`.  Of a calibrated trace, the wait rules are those it was merged
-    with.
+    released at their `start_ns`.  Without `rules`, those hold that the trace was merged with.
 
     Raises:
         MergeInputError: ids, deps or groups of the trace contradict each other.
@@ -45,7 +44,9 @@ def graph_from_trace(trace: Trace) -> tuple[Graph, pl.DataFrame]:
     """
     rows = sorted_rows(trace)
     graph = structure_graph(rows, trace.header)
-    graph = apply_wait_rules(graph, rows, trace.header, WaitRules.of(trace.header))
+    graph = apply_wait_rules(
+        graph, rows, trace.header, WaitRules.of(trace.header) if rules is None else rules
+    )
     synced = pl.Series(waiting_rows(graph))
     duration = rows.select(
         pl.when(synced).then(pl.col("transfer_ns")).fill_null(pl.col("dur_ns")).fill_null(0)

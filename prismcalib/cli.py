@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from prismcalib.commands_whatif import EditCommand, what_if
 from prismtrace.console import new_app, print_json, progress, run, table
 
 if TYPE_CHECKING:
@@ -355,6 +356,9 @@ def check(
     else:
         names = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in summary.items())
         print(f"no cycle, no member missing: {names}")
+
+
+app.command("what-if", cls=EditCommand)(what_if)
 
 
 def main() -> NoReturn:

@@ -5,6 +5,9 @@ CalibError
 ├── MissingMemberError    a collective or p2p pair lacks one of its members
 ├── ClockError            clocks of one execution do not fit together
 ├── CoverageError         ranks that no slice measured
+├── StructureError        the same node or operation differs between slices, or from the graph
+├── PredicateError        a condition on rows that cannot be read, or fits no row
+├── ScenarioError         edits of a what-if that make no sense
 └── MergeInputError       slices that do not belong to one job
 """
 
@@ -19,6 +22,9 @@ __all__ = [
     "CycleError",
     "MergeInputError",
     "MissingMemberError",
+    "PredicateError",
+    "ScenarioError",
+    "StructureError",
 ]
 
 
@@ -95,6 +101,24 @@ class CoverageError(CalibError):
     """Some ranks were measured by no slice."""
 
     code = "missing-ranks"
+
+
+class StructureError(CalibError):
+    """A slice does not have the nodes and edges that the bare graph or another slice has."""
+
+    code = "structure-differs"
+
+
+class PredicateError(CalibError):
+    """A condition on rows cannot be read or evaluated, or fits no row; `where` is the condition."""
+
+    code = "predicate"
+
+
+class ScenarioError(CalibError):
+    """Edits of a what-if make no sense: an impossible value, or a broken scenario file."""
+
+    code = "scenario"
 
 
 class MergeInputError(CalibError):

@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from prismcalib.build import graph_from_trace
 from prismcalib.errors import MergeInputError
-from prismcalib.graph import Graph
+from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.propagation import Timing, critical_steps
 from prismcalib.waiting import waiting_rows
-from prismtrace.schema import LOCAL_KINDS, TraceKind
+from prismtrace.schema import LOCAL_KINDS, TraceHeader, TraceKind
 from prismtrace.trace import Trace, open_trace
 
-__all__ = ["CriticalPath", "calibrated_trace", "critical_path"]
+__all__ = ["CriticalPath", "calibrated_trace", "critical_path", "cut_path"]
 
 ShareColumn = Literal["kind", "rank", "group", "phase", "step"]
 
@@ -135,27 +135,56 @@ def _stored_timing(graph: Graph, rows: pl.DataFrame) -> Timing:
 
 def _cut(graph: Graph, timing: Timing, rows: pl.DataFrame, trace: Trace) -> CriticalPath:
     steps = critical_steps(graph, timing)
-    left = np.array([row for _, row in steps])
-    reached_start = timing.start_ns[[row for row, _ in steps]]
-    busy = timing.end_ns[left] - reached_start
-    gap = np.concatenate([[0], reached_start[1:] - timing.end_ns[left[:-1]]])
-    segments = _describe(rows, trace)[left].with_columns(
-        start_ns=pl.Series(reached_start), busy_ns=pl.Series(busy), gap_ns=pl.Series(gap)
-    )
-    local = rows["kind"].cast(pl.String).is_in([kind.value for kind in LOCAL_KINDS])
-    computes = local.to_numpy()[left]
-    transfers = waiting_rows(graph)[left]
-    rank = rows["rank"].to_numpy()
-    places = [rank[row] for step in steps for row in step]
-    return CriticalPath(
+    return cut_path(
+        rows[[row for _, row in steps]],
+        trace.header,
+        reached_start_ns=timing.start_ns[[row for row, _ in steps]],
+        left_end_ns=timing.end_ns[[row for _, row in steps]],
+        transfers=waiting_rows(graph)[[row for _, row in steps]],
+        reached_rank=rows["rank"].to_numpy()[[row for row, _ in steps]],
+        first_start_ns=int(timing.start_ns.min()),
         length_ns=timing.makespan_ns,
-        lead_in_ns=int(reached_start[0] - timing.start_ns.min()),
+    )
+
+
+def cut_path(
+    rows: pl.DataFrame,
+    header: TraceHeader,
+    *,
+    reached_start_ns: Int64Array,
+    left_end_ns: Int64Array,
+    transfers: NDArray[np.bool_],
+    reached_rank: Int32Array,
+    first_start_ns: int,
+    length_ns: int,
+) -> CriticalPath:
+    """The path of k steps as segments.
+
+    Args:
+        rows: of the node table, the k rows by which the path leaves.
+        header: of the trace.
+        reached_start_ns: int64[k], when the path reaches each step.
+        left_end_ns: int64[k], when it leaves.
+        transfers: bool[k], whether the row is a matched communication.
+        reached_rank: int32[k], the rank of the row that the path reaches.
+        first_start_ns, length_ns: first start and length of the whole graph.
+    """
+    busy = left_end_ns - reached_start_ns
+    gap = np.concatenate([[0], reached_start_ns[1:] - left_end_ns[:-1]])
+    segments = _describe(rows, header, busy).with_columns(
+        start_ns=pl.Series(reached_start_ns), busy_ns=pl.Series(busy), gap_ns=pl.Series(gap)
+    )
+    computes = rows["kind"].cast(pl.String).is_in([kind.value for kind in LOCAL_KINDS]).to_numpy()
+    places = np.stack([reached_rank, rows["rank"].to_numpy()], axis=1).ravel()
+    return CriticalPath(
+        length_ns=length_ns,
+        lead_in_ns=int(reached_start_ns[0]) - first_start_ns,
         compute_ns=int(busy[computes].sum()),
         inner_idle_ns=int(segments["inner_idle_ns"].sum()),
         transfer_ns=int(busy[transfers].sum()),
         unmatched_ns=int(busy[~computes & ~transfers].sum()),
         gap_ns=int(gap.sum()),
-        hops=sum(bool(a != b) for a, b in pairwise(places)),
+        hops=int((places[1:] != places[:-1]).sum()),
         segments=segments,
     )
 
@@ -169,12 +198,19 @@ def inner_idle(columns: Sequence[str]) -> pl.Expr:
     return idle.fill_null(0).clip(lower_bound=0).cast(pl.Int64)
 
 
-def _describe(rows: pl.DataFrame, trace: Trace) -> pl.DataFrame:
-    """What the rows are called, with the names of their groups."""
-    names = {group.id: group.name for group in trace.header.groups}
+def _describe(rows: pl.DataFrame, header: TraceHeader, busy_ns: Int64Array) -> pl.DataFrame:
+    """What the rows are called, with the names of their groups.
+
+    Where `busy_ns` is not the duration in the trace (what-if), idle time inside is scaled.
+    """
+    names = {group.id: group.name for group in header.groups}
     columns = ["id", "rank", "index", "stream", "kind", "name", "group", "seq", "step", "phase"]
+    idle, busy = inner_idle(rows.columns), pl.Series(busy_ns)
+    scaled = (idle * (busy / pl.col("dur_ns").clip(lower_bound=1))).round().cast(pl.Int64)
     return rows.select(
-        *columns, "transfer_source", inner_idle_ns=inner_idle(rows.columns)
+        *columns,
+        "transfer_source",
+        inner_idle_ns=pl.when(busy == pl.col("dur_ns")).then(idle).otherwise(scaled),
     ).with_columns(
         pl.col("kind", "name", "phase", "transfer_source").cast(pl.String),
         pl.col("group").replace_strict(names, default=None, return_dtype=pl.String),

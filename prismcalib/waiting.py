@@ -59,6 +59,14 @@ class WaitRules:
     def __bool__(self) -> bool:
         return self != WaitRules()
 
+    def joined_with(self, other: WaitRules) -> WaitRules:
+        """All exceptions of both."""
+        return WaitRules(
+            eager_below=max(self.eager_below, other.eager_below),
+            rooted=self.rooted or other.rooted,
+            sparse_all_to_all=self.sparse_all_to_all or other.sparse_all_to_all,
+        )
+
     @classmethod
     def of(cls, header: TraceHeader) -> WaitRules:
         """The rules that a calibrated trace was computed with."""

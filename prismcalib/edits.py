@@ -1,0 +1,327 @@
+"""Edits of a run: what should be different, said without touching the trace.
+
+    Scale('kind == "all_reduce"', 0.5)            transfers of all all-reduces halved
+    SetDuration("name LIKE 'embed%'", 0)          these rows take no time
+    Drop("kind = 'memcpy'")                       as if the rows were not there
+    ScaleGaps("rank = 3", 0)                      no idle time before rows of rank 3
+    SwapDurations("other.parquet", "rank = 3")    as fast as in another run
+
+Durations are own times: computation, or transfer without waiting, which follows from the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from prismcalib.build import graph_from_trace
+from prismcalib.durations import parse_ns
+from prismcalib.errors import ScenarioError
+from prismcalib.graph import MAX_TOTAL_NS, Graph, Int64Array
+from prismcalib.paths import calibrated_trace
+from prismcalib.predicates import Predicate, RowPicker
+from prismtrace.errors import InputFileError
+
+__all__ = [
+    "Draft",
+    "Drop",
+    "Edit",
+    "Scale",
+    "ScaleGaps",
+    "SetDuration",
+    "SwapDurations",
+    "read_scenarios",
+    "scenario_edits",
+]
+
+
+@dataclass(eq=False)
+class Draft:
+    """One scenario in the making.
+
+    Attributes:
+        picker: the rows.
+        graph: structure and lags; replaced when an edit changes them.
+        duration_ns: int64[n], writable.
+        edited: bool[n], rows that some edit applied to.
+        same_order: whether an order of completion of the unedited graph is still one.
+    """
+
+    picker: RowPicker
+    graph: Graph
+    duration_ns: Int64Array
+    edited: NDArray[np.bool_]
+    same_order: bool = True
+
+    @classmethod
+    def of(cls, picker: RowPicker, graph: Graph) -> Draft:
+        """Nothing edited yet."""
+        return cls(picker, graph, graph.duration_ns.copy(), np.zeros(graph.rows, np.bool_))
+
+    def pick(self, where: Predicate) -> NDArray[np.bool_]:
+        """Rows of a predicate, marked as edited."""
+        picked = self.picker.pick(where)
+        self.edited |= picked
+        return picked
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Multiply durations by a factor >= 0."""
+
+    where: Predicate
+    by: float
+
+    def apply(self, draft: Draft) -> None:
+        """Change the draft."""
+        picked = draft.pick(self.where)
+        draft.duration_ns[picked] = _times(draft.duration_ns[picked], self.by)
+
+
+@dataclass(frozen=True)
+class SetDuration:
+    """Give every row the same duration."""
+
+    where: Predicate
+    ns: int
+
+    def apply(self, draft: Draft) -> None:
+        """Change the draft."""
+        if self.ns < 0:
+            raise ScenarioError(f"a duration cannot be {self.ns} ns", where=str(self.where))
+        draft.duration_ns[draft.pick(self.where)] = self.ns
+
+
+@dataclass(frozen=True)
+class ScaleGaps:
+    """Multiply the idle time before rows (launch gaps, host delays) by a factor >= 0."""
+
+    where: Predicate
+    by: float
+
+    def apply(self, draft: Draft) -> None:
+        """Change the draft."""
+        picked = draft.pick(self.where)
+        _scale_lags(draft, picked, self.by)
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Take rows out: no duration, no gap before them, and nobody waits for them.
+
+    What depended on a dropped row depends on what the row depended on.  Of a communication,
+    drop all members, unless the others are meant to go on without the dropped ones.
+    """
+
+    where: Predicate
+
+    def apply(self, draft: Draft) -> None:
+        """Change the draft."""
+        picked = draft.pick(self.where)
+        draft.duration_ns[picked] = 0
+        _scale_lags(draft, picked, 0)
+        draft.graph = _leave_instances(draft.graph, picked)
+        draft.same_order = False
+
+
+@dataclass(frozen=True)
+class SwapDurations:
+    """Take the durations of the same operations in another calibrated trace.
+
+    The same operation: same rank, same step (counted from the first), same place within the
+    rank's step.  Rows that the other trace does not have keep their durations.
+    """
+
+    other: str | os.PathLike[str]
+    where: Predicate | None = None
+
+    def apply(self, draft: Draft) -> None:
+        """Change the draft."""
+        found = _counterparts(draft, self.other)
+        picked = found["other_ns"].is_not_null().to_numpy()
+        if self.where is not None:
+            picked &= draft.picker.pick(self.where)
+        if not picked.any():
+            raise ScenarioError(
+                "the other trace holds none of the rows meant",
+                where=os.fspath(self.other),
+                hint="swap durations between runs of the same job",
+            )
+        draft.edited |= picked
+        draft.duration_ns[picked] = found["other_ns"].to_numpy()[picked].astype(np.int64)
+
+
+Edit = Scale | SetDuration | ScaleGaps | Drop | SwapDurations
+
+
+def read_scenarios(path: str | os.PathLike[str]) -> dict[str, list[Edit]]:
+    """Scenarios of a TOML or JSON file.
+
+        [[scenario]]
+        name = "faster all-reduce"
+        edits = [
+            { scale = 0.5, where = "kind = 'all_reduce'" },
+            { drop = true, where = "kind = 'memcpy'" },
+        ]
+
+    An edit has one of the keys `scale`, `scale_gaps` (factor), `set` (duration, as "1.5ms"),
+    `drop` (true), `swap_durations_from` (path, from the file's folder), and `where`.
+
+    Raises:
+        InputFileError: no such file.
+        ScenarioError: not TOML or JSON, or not as above.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+        found = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+    except FileNotFoundError as error:
+        raise InputFileError("no such file", where=str(file)) from error
+    except (OSError, ValueError) as error:
+        raise ScenarioError(f"cannot be read: {error}", where=str(file)) from error
+    entries = found.get("scenario") if isinstance(found, Mapping) else None
+    if not isinstance(entries, list) or not entries:
+        raise ScenarioError("holds no [[scenario]]", where=str(file))
+    scenarios: dict[str, list[Edit]] = {}
+    for number, entry in enumerate(entries, 1):
+        place = f"{file}, scenario {number}"
+        name = entry.get("name") if isinstance(entry, Mapping) else None
+        edits = entry.get("edits") if isinstance(entry, Mapping) else None
+        if not isinstance(name, str) or not isinstance(edits, list) or not edits:
+            raise ScenarioError("needs a name and a list of edits", where=place)
+        if name in scenarios:
+            raise ScenarioError(f"there are two scenarios named {name!r}", where=place)
+        if set(entry) - {"name", "edits"}:
+            raise ScenarioError(f"unknown key {min(set(entry) - {'name', 'edits'})}", where=place)
+        scenarios[name] = [
+            _edit(edit, f"{place} ({name}), edit {i}", file.parent)
+            for i, edit in enumerate(edits, 1)
+        ]
+    return scenarios
+
+
+_ACTIONS = ("scale", "scale_gaps", "set", "drop", "swap_durations_from")
+
+
+def _edit(entry: Any, place: str, folder: Path) -> Edit:
+    """An edit of a scenario file."""
+    keys = set(entry) if isinstance(entry, Mapping) else set()
+    actions = keys & set(_ACTIONS)
+    if len(actions) != 1 or keys - actions - {"where"}:
+        raise ScenarioError(
+            f"needs one of {', '.join(_ACTIONS)}, and where; it has {sorted(keys) or entry!r}",
+            where=place,
+        )
+    (action,) = actions
+    value, where = entry[action], entry.get("where")
+    if where is None and action == "swap_durations_from":
+        where = ""
+    if not isinstance(where, str):
+        raise ScenarioError("needs a predicate as text under `where`", where=place)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if action in ("scale", "scale_gaps") and number:
+        return Scale(where, value) if action == "scale" else ScaleGaps(where, value)
+    if action == "set" and isinstance(value, str):
+        try:
+            return SetDuration(where, parse_ns(value))
+        except ValueError as error:
+            raise ScenarioError(str(error), where=place) from error
+    if action == "drop" and value is True:
+        return Drop(where)
+    if action == "swap_durations_from" and isinstance(value, str):
+        return SwapDurations(folder / value, where or None)
+    raise ScenarioError(f"{action} = {value!r} is not understood", where=place)
+
+
+def _times(values: Int64Array, factor: float) -> Int64Array:
+    if not (math.isfinite(factor) and factor >= 0):
+        raise ScenarioError(f"a factor is a number from 0 on, not {factor}")
+    if values.size and float(values.max()) * factor >= MAX_TOTAL_NS:
+        raise ScenarioError(f"a factor of {factor} makes durations overflow")
+    scaled: Int64Array = np.rint(values * factor).astype(np.int64)
+    return scaled
+
+
+def _scale_lags(draft: Draft, picked: NDArray[np.bool_], factor: float) -> None:
+    graph = draft.graph
+    if graph.dep_lag_ns is None:
+        return
+    owned = np.repeat(picked, np.diff(graph.dep_offsets))
+    lags = graph.dep_lag_ns.copy()
+    lags[owned] = _times(lags[owned], factor)
+    draft.graph = replace(graph, dep_lag_ns=lags)
+
+
+def _leave_instances(graph: Graph, picked: NDArray[np.bool_]) -> Graph:
+    """The graph in which the picked rows wait for nobody and nobody for them."""
+    instance = graph.instance.copy()
+    left = np.bincount(instance[picked & (instance >= 0)], minlength=graph.instances)
+    instance[picked] = -1
+    size = graph.instance_size - left
+    kept = size > 0
+    number = np.append(np.cumsum(kept) - 1, [-1])  # index -1: no instance
+    offsets, rows = graph.wait_offsets, graph.wait_rows
+    if offsets is not None and rows is not None:
+        owner = np.repeat(np.arange(graph.rows), np.diff(offsets))
+        stays = ~(picked[owner] | picked[rows])
+        counts = np.bincount(owner[stays], minlength=graph.rows)
+        offsets, rows = np.append([0], np.cumsum(counts)), rows[stays]
+    return replace(
+        graph,
+        instance=number[instance].astype(np.int32),
+        instance_size=size[kept].astype(np.int32),
+        wait_offsets=offsets,
+        wait_rows=rows,
+    )
+
+
+def _counterparts(draft: Draft, other: str | os.PathLike[str]) -> pl.DataFrame:
+    """Rows of the draft in order: rank, step_number, place, kind, other_kind, other_ns."""
+    graph, rows = graph_from_trace(calibrated_trace(other))
+    theirs = _places(rows).with_columns(other_ns=pl.Series(graph.duration_ns))
+    found = _places(draft.picker.rows).join(
+        theirs.rename({"kind": "other_kind"}),
+        on=["rank", "step_number", "place"],
+        how="left",
+        maintain_order="left",
+    )
+    differs = found.filter(pl.col("kind") != pl.col("other_kind"))
+    if differs.height:
+        first = differs.row(0, named=True)
+        raise ScenarioError(
+            f"the runs differ: here {first['kind']}, there {first['other_kind']} "
+            f"({differs.height} such rows)",
+            where=f"{os.fspath(other)}, rank={first['rank']} step number {first['step_number']} "
+            f"operation {first['place']}",
+            hint="swap durations between runs of the same job and code",
+        )
+    return found
+
+
+def _places(rows: pl.DataFrame) -> pl.DataFrame:
+    """Where each row stands in its rank's program, whatever the steps are numbered."""
+    return rows.select(
+        "rank",
+        pl.col("kind").cast(pl.String),
+        step_number=pl.col("step").rank("dense").over("rank").fill_null(0).cast(pl.Int32),
+        place=pl.int_range(pl.len(), dtype=pl.Int32).over("rank", "step"),
+    )
+
+
+def scenario_edits(
+    edits: Sequence[Edit] | Mapping[str, Sequence[Edit]], default: str
+) -> dict[str, list[Edit]]:
+    """Named lists of edits; a bare list is one scenario."""
+    if isinstance(edits, Mapping):
+        return {name: list(listed) for name, listed in edits.items()}
+    return {default: list(edits)}

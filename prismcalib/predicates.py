@@ -1,0 +1,170 @@
+"""Which rows an edit means: a condition as people type it, over the columns of the trace.
+
+    kind == "all_reduce" and rank < 8
+    phase = 'backward' AND group_name LIKE 'tp%' AND bytes BETWEEN 1000 AND 2000000
+
+The language is the expression part of SQL, as Polars reads it.  Nothing is executed: no Python,
+no subqueries.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from prismcalib.errors import PredicateError
+from prismtrace.schema import TraceHeader
+
+__all__ = ["Predicate", "RowPicker"]
+
+Predicate = str | pl.Expr
+"""A condition: SQL text, or a Polars expression from Python."""
+
+# A text in quotes, a word, or any other character.
+_TOKEN = re.compile(r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|\w+|\s+|.", re.DOTALL)
+_FORBIDDEN = {"select", "from", "with"}
+_LISTS = ("deps", "xdeps", "lag_ns")
+_SHOWN = 12
+
+
+@dataclass(frozen=True, eq=False)
+class RowPicker:
+    """The rows of a trace, ready to be asked.
+
+    Attributes:
+        rows: the node table.
+        header: names the groups: the columns `group_name` and `group_size` come from it.
+    """
+
+    rows: pl.DataFrame
+    header: TraceHeader
+
+    @cached_property
+    def columns(self) -> list[str]:
+        """What a predicate may name."""
+        own = [name for name in self.rows.columns if name not in _LISTS]
+        return [*own, "group_name", "group_size"]
+
+    def pick(self, where: Predicate) -> NDArray[np.bool_]:
+        """bool[n], true for the rows that fulfil the predicate (null counts as false).
+
+        Raises:
+            PredicateError: no predicate, an unknown column, types that do not fit, or no row
+                that fulfils it: a misspelt name is more likely than a wish to change nothing.
+        """
+        shown = where if isinstance(where, str) else str(where)
+        expression = self._parse(where) if isinstance(where, str) else where
+        try:
+            names = expression.meta.root_names()
+            unknown = [name for name in names if name not in self.columns]
+            if unknown:
+                raise self._unknown(unknown[0], shown)
+            answer = self._table(names).select(answer=expression).to_series()
+        except pl.exceptions.PolarsError as error:
+            raise PredicateError(
+                f"cannot be evaluated: {_first_line(error)}",
+                where=shown,
+                hint="compare text with text and numbers with numbers (`group` is a number, "
+                "`group_name` a text); combine comparisons with and, or, not",
+            ) from error
+        if answer.dtype != pl.Boolean or len(answer) not in (1, self.rows.height):
+            raise PredicateError(
+                f"gives {answer.dtype}, not true or false for every row",
+                where=shown,
+                hint="""write a comparison, such as: kind == "all_reduce" and rank < 8""",
+            )
+        picked = answer.fill_null(value=False).to_numpy()
+        if len(picked) != self.rows.height:
+            picked = np.full(self.rows.height, picked[0])
+        if not picked.any():
+            raise PredicateError("no row fulfils it", where=shown, hint=self._known_values(names))
+        return picked
+
+    def _parse(self, text: str) -> pl.Expr:
+        """SQL means columns by double quotes; people who write == mean texts."""
+        parts = []
+        for token in _TOKEN.findall(text):
+            if token.lower() in _FORBIDDEN:
+                raise PredicateError(
+                    f"{token} is not allowed in a predicate",
+                    where=text,
+                    hint="only a condition on one row, without subqueries",
+                )
+            quoted = token.startswith('"') and len(token) > 1
+            if quoted and token[1:-1].replace('""', '"') not in self.columns:
+                inner = token[1:-1].replace('""', '"').replace("'", "''")
+                parts.append(f"'{inner}'")
+            elif token.lower() == "group":
+                # A column of the trace, and a keyword of SQL.
+                parts.append('"group"')
+            else:
+                parts.append(token)
+        try:
+            return pl.sql_expr("".join(parts))
+        except (pl.exceptions.PolarsError, ValueError) as error:
+            raise PredicateError(
+                f"cannot be read: {_first_line(error)}",
+                where=text,
+                hint="an SQL condition with and, or, not, such as: "
+                """kind == "all_reduce" and rank < 8""",
+            ) from error
+
+    def _table(self, names: list[str]) -> pl.DataFrame:
+        """The named columns, texts as texts so that unknown values compare as unequal."""
+        groups = self.header.groups
+        made = {
+            "group_name": {group.id: group.name for group in groups},
+            "group_size": {group.id: len(group.ranks) for group in groups},
+        }
+        columns = []
+        for name in dict.fromkeys(names):
+            if name in made:
+                text = pl.String if name == "group_name" else pl.Int64
+                column = pl.col("group").replace_strict(made[name], default=None, return_dtype=text)
+            else:
+                column = pl.col(name)
+                if isinstance(self.rows.schema[name], pl.Enum | pl.Categorical):
+                    column = column.cast(pl.String)
+            columns.append(column.alias(name))
+        # A predicate without columns still speaks about rows.
+        return self.rows.select(columns or [pl.col("rank")])
+
+    def _unknown(self, name: str, shown: str) -> PredicateError:
+        near = difflib.get_close_matches(name, self.columns, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        usable = [column for column in self.columns if not self._is_empty(column)]
+        return PredicateError(
+            f"there is no column {name}",
+            where=shown,
+            hint=f"{hint}columns with values: {', '.join(usable)}",
+        )
+
+    def _is_empty(self, column: str) -> bool:
+        name = "group" if column.startswith("group_") else column
+        return self.rows[name].null_count() == self.rows.height
+
+    def _known_values(self, names: list[str]) -> str:
+        """What the columns of a predicate that fits nothing contain."""
+        table = self._table(names)
+        texts = []
+        for name in dict.fromkeys(names):
+            values = table[name].drop_nulls()
+            if not len(values):
+                texts.append(f"{name} is empty in this trace")
+            elif values.dtype == pl.String:
+                found = values.unique().sort().to_list()
+                more = ", ..." if len(found) > _SHOWN else ""
+                texts.append(f"{name} is one of {', '.join(map(repr, found[:_SHOWN]))}{more}")
+            else:
+                texts.append(f"{name} runs from {values.min()!r} to {values.max()!r}")
+        return "; ".join(texts) or "it is never true"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,271 @@
+"""What if?  The step time of a run that was a little different.
+
+    import prismcalib
+
+    answer = prismcalib.what_if("aligned.parquet", [prismcalib.Scale("kind == 'all_reduce'", 0.5)])
+    answer.scenarios[0].delta_ns, answer.scenarios[0].critical_path.shares("kind")
+
+All scenarios share one graph: those that change durations only are propagated together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from prismcalib.build import graph_from_trace
+from prismcalib.edits import Draft, Edit, scenario_edits
+from prismcalib.errors import PredicateError, ScenarioError
+from prismcalib.graph import Graph, Int32Array, Int64Array
+from prismcalib.paths import CriticalPath, calibrated_trace, cut_path
+from prismcalib.predicates import RowPicker
+from prismcalib.propagation import (
+    BatchTiming,
+    Engine,
+    Timing,
+    critical_steps,
+    pick_engine,
+    propagate,
+    propagate_batch,
+)
+from prismcalib.waiting import WaitRules, waiting_rows
+from prismtrace.schema import TraceHeader
+from prismtrace.trace import Trace
+
+__all__ = ["Scenario", "WhatIf", "what_if"]
+
+BASELINE = "as it was"
+"""Name of the run without edits."""
+
+# Start, end and duration of all rows of all scenarios of one batch: at most about 1.5 GB.
+_MOST_CELLS = 2**26
+
+
+@dataclass(frozen=True, eq=False)
+class Scenario:
+    """One version of the run.
+
+    Attributes:
+        name: what the caller calls it.
+        edited: how many rows its edits apply to.
+        steps_ns: duration of every step, int64[S]; of the whole window if there are no steps.
+        length_ns: last end minus first start over all ranks.
+        delta_ns: its step time minus that of the baseline; negative is faster.
+    """
+
+    name: str
+    edited: int
+    steps_ns: Int64Array
+    length_ns: int
+    delta_ns: int
+    _path: _PathRows
+
+    @property
+    def step_ns(self) -> int:
+        """Step time: median over the steps."""
+        return _median(self.steps_ns)
+
+    @cached_property
+    def critical_path(self) -> CriticalPath:
+        """What this version of the run waits for."""
+        return self._path.cut(self.length_ns)
+
+    def as_dict(self, limit: int = 5) -> dict[str, Any]:
+        """The scenario as JSON values, with the `limit` longest segments of its path."""
+        path = self.critical_path
+        return {
+            "name": self.name,
+            "edited_rows": self.edited,
+            "step_ns": self.step_ns,
+            "delta_ns": self.delta_ns,
+            "steps_ns": self.steps_ns.tolist(),
+            "length_ns": self.length_ns,
+            "critical_path": path.as_dict(limit),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class WhatIf:
+    """The run as it was, and every scenario."""
+
+    baseline: Scenario
+    scenarios: tuple[Scenario, ...]
+
+    def as_dict(self, limit: int = 5) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return {
+            "baseline": self.baseline.as_dict(limit),
+            "scenarios": [scenario.as_dict(limit) for scenario in self.scenarios],
+        }
+
+
+def what_if(
+    source: Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    edits: Sequence[Edit] | Mapping[str, Sequence[Edit]],
+    *,
+    rules: WaitRules | None = None,
+    engine: Engine = "auto",
+) -> WhatIf:
+    """Step times and critical paths of edited versions of a run; the trace is not changed.
+
+    Args:
+        source: a calibrated trace.
+        edits: of one scenario, or lists of edits by the name of the scenario; they apply in
+            the order given.
+        rules: wait rules of all scenarios, beside those that the trace was merged with.
+        engine: see `prismcalib.propagate`.
+
+    Raises:
+        MergeInputError: the trace is not calibrated.
+        PredicateError: an edit means no rows, or cannot be understood.
+        ScenarioError: no scenario, a factor or duration below 0, or a trace to take durations
+            from that does not fit.
+    """
+    named = scenario_edits(edits, "edited")
+    if not named:
+        raise ScenarioError("no scenario was given")
+    trace = calibrated_trace(source)
+    model = _Model.of(trace, engine, len(named))
+    baseline = model.run(model.base, [Draft.of(model.picker, model.base)])[0]
+    graph = model.base
+    if rules:
+        graph = graph_from_trace(trace, rules=WaitRules.of(trace.header).joined_with(rules))[0]
+    drafts = [_draft(model.picker, graph, name, listed) for name, listed in named.items()]
+    runs = model.run(graph, drafts)
+
+    def scenario(name: str, draft_edited: int, run: _Run) -> Scenario:
+        delta = _median(run.steps_ns) - _median(baseline.steps_ns)
+        return Scenario(name, draft_edited, run.steps_ns, run.length_ns, delta, run.path)
+
+    return WhatIf(
+        baseline=scenario(BASELINE, 0, baseline),
+        scenarios=tuple(
+            scenario(name, int(draft.edited.sum()), run)
+            for name, draft, run in zip(named, drafts, runs, strict=True)
+        ),
+    )
+
+
+def _draft(picker: RowPicker, graph: Graph, name: str, edits: Sequence[Edit]) -> Draft:
+    draft = Draft.of(picker, graph)
+    for edit in edits:
+        try:
+            edit.apply(draft)
+        except (PredicateError, ScenarioError) as error:
+            place = f"{error.where}, in scenario {name!r}" if error.where else f"scenario {name!r}"
+            raise type(error)(error.message, where=place, hint=error.hint) from error
+    return draft
+
+
+@dataclass(frozen=True, eq=False)
+class _PathRows:
+    """A critical path as row numbers and the times that belong to it; cut only if looked at."""
+
+    rows: pl.DataFrame
+    header: TraceHeader
+    steps: list[tuple[int, int]]
+    reached_start_ns: Int64Array
+    left_end_ns: Int64Array
+    transfers: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    first_start_ns: int
+
+    def cut(self, length_ns: int) -> CriticalPath:
+        return cut_path(
+            self.rows[[row for _, row in self.steps]],
+            self.header,
+            reached_start_ns=self.reached_start_ns,
+            left_end_ns=self.left_end_ns,
+            transfers=self.transfers,
+            reached_rank=self.rows["rank"].to_numpy()[[row for row, _ in self.steps]],
+            first_start_ns=self.first_start_ns,
+            length_ns=length_ns,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """What propagating one draft gives."""
+
+    steps_ns: Int64Array
+    length_ns: int
+    path: _PathRows
+
+
+@dataclass(frozen=True, eq=False)
+class _Model:
+    """A trace ready to be propagated again and again."""
+
+    picker: RowPicker
+    base: Graph
+    steps: Int32Array
+    engine: Engine
+
+    @classmethod
+    def of(cls, trace: Trace, engine: Engine, scenarios: int) -> _Model:
+        graph, rows = graph_from_trace(trace)
+        steps = rows["step"].rank("dense").cast(pl.Int32).fill_null(0) - 1
+        chosen = pick_engine(graph.rows, scenarios + 1) if engine == "auto" else engine
+        return cls(RowPicker(rows, trace.header), graph, steps.to_numpy(), chosen)
+
+    def run(self, graph: Graph, drafts: Sequence[Draft]) -> list[_Run]:
+        """Propagate all drafts, those with the structure and lags of `graph` together."""
+        order = None
+        if any(draft.same_order for draft in drafts):
+            order = propagate(graph, self.engine).order
+        together = [number for number, draft in enumerate(drafts) if draft.graph is graph]
+        batch = max(1, _MOST_CELLS // max(graph.rows, 1))
+        runs: dict[int, _Run] = {}
+        for first in range(0, len(together), batch):
+            numbers = together[first : first + batch]
+            durations = np.stack([drafts[number].duration_ns for number in numbers], axis=1)
+            timing = self._batch(graph, durations, order)
+            for column, number in enumerate(numbers):
+                runs[number] = self._run(graph, drafts[number], timing, column)
+        for number, draft in enumerate(drafts):
+            if number not in runs:
+                known = order if draft.same_order else None
+                timing = self._batch(draft.graph, draft.duration_ns[:, None], known)
+                runs[number] = self._run(draft.graph, draft, timing, 0)
+        return [runs[number] for number in range(len(drafts))]
+
+    def _batch(self, graph: Graph, durations: Int64Array, order: Int32Array | None) -> BatchTiming:
+        return propagate_batch(
+            graph, durations, steps=self.steps, order=order, times=True, engine=self.engine
+        )
+
+    def _run(self, graph: Graph, draft: Draft, batch: BatchTiming, column: int) -> _Run:
+        assert batch.start_ns is not None  # noqa: S101 - asked for
+        assert batch.end_ns is not None  # noqa: S101 - asked for
+        timing = Timing(
+            start_ns=batch.start_ns[:, column],
+            end_ns=batch.end_ns[:, column],
+            duration_ns=draft.duration_ns,
+            order=np.empty(0, np.int32),
+        )
+        length = int(batch.makespan_ns[column])
+        steps = batch.step_ns[column]
+        path = critical_steps(graph, timing, self.engine)
+        reached, left = ([pair[side] for pair in path] for side in (0, 1))
+        return _Run(
+            steps_ns=steps if len(steps) else np.array([length]),
+            length_ns=length,
+            path=_PathRows(
+                self.picker.rows,
+                self.picker.header,
+                path,
+                timing.start_ns[reached],
+                timing.end_ns[left],
+                waiting_rows(graph)[left],
+                batch.begin_ns,
+            ),
+        )
+
+
+def _median(steps_ns: Int64Array) -> int:
+    return round(float(np.median(steps_ns)))
