@@ -22,8 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 
@@ -235,8 +234,7 @@ def _batch_of(ops: IssuedOps, position: int) -> list[int]:
 # --- when the host did what -----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     name: str
     tid: int
     start_ns: int
@@ -248,14 +246,13 @@ def _sync_calls(file: KinetoFile) -> dict[int, _Call]:
     calls = file.events.filter(
         pl.col("cat").is_in(["cuda_runtime", "cuda_driver"])
         & pl.col("correlation").is_not_null()
-        & pl.col("name").str.contains("Synchronize|Event")
+        & pl.col("name").str.contains("Synchronize|EventRecord|WaitEvent|Query")
     )
-    return {
-        correlation: _Call(name, tid, start, start + dur)
-        for correlation, name, tid, start, dur in calls.select(
-            "correlation", "name", "tid", "start_ns", "dur_ns"
-        ).iter_rows()
-    }
+    end = pl.col("start_ns") + pl.col("dur_ns")
+    columns = calls.select("name", "tid", "start_ns", end_ns=end)
+    return dict(
+        zip(calls.get_column("correlation"), map(_Call._make, columns.iter_rows()), strict=True)
+    )
 
 
 def _sync_rows(file: KinetoFile, *kinds: str) -> list[dict[str, Any]]:

@@ -95,60 +95,46 @@ def expand_batches(ops: pl.DataFrame, comms: Mapping[int, list[CommOp]]) -> Issu
         ops: what `gpu_operations` returns.
         comms: what `communications` returns.
     """
-    issued = IssuedOps()
+    row_of: list[int] = []
+    carried: list[CommOp | None] = []
+    batch: list[int | None] = []
     batches = 0
-    columns = [
-        "op",
-        "row",
-        "name",
-        "cat",
-        "stream",
-        "start_ns",
-        "dur_ns",
-        "correlation",
-        "bytes",
-        "issue_ns",
-        "launch_ns",
-        "launch_tid",
-    ]
-    for (
-        op,
-        row,
-        name,
-        cat,
-        stream,
-        start,
-        dur,
-        correlation,
-        nbytes,
-        issue,
-        launch,
-        tid,
-    ) in ops.select(columns).iter_rows():
-        carried = comms.get(op, [None])
-        batch = None
-        if len(carried) > 1:
-            batch = batches
-            batches += 1
-        for comm in carried:
-            copy = Kind.MEMCPY if cat == "gpu_memcpy" and _crosses_host(name) else Kind.COMPUTE
-            issued.append(
-                name=name,
-                kind=comm.kind if comm is not None else copy,
-                stream=f"stream {stream}",
-                start_ns=start,
-                dur_ns=dur,
-                row=row,
-                issue_ns=issue,
-                launch_ns=launch,
-                launch_tid=tid,
-                correlation=correlation,
-                nbytes=comm.nbytes if comm is not None else nbytes,
-                comm=comm,
-                batch=batch,
-            )
-    return issued
-
-
-def _crosses_host(name: str) -> bool:
-    return "DtoH" in name or "HtoD" in name
+    for row in range(ops.height):
+        found = comms.get(row)
+        if found is None:
+            row_of.append(row)
+            carried.append(None)
+            batch.append(None)
+        else:
+            row_of += [row] * len(found)
+            carried += found
+            batch += [batches if len(found) > 1 else None] * len(found)
+            batches += len(found) > 1
+    rows = ops[row_of] if batches else ops
+    crossing = (pl.col("cat") == "gpu_memcpy") & pl.col("name").str.contains("DtoH|HtoD")
+    rows = rows.with_columns(crossing=crossing, label=pl.format("stream {}", "stream"))
+    local = {True: Kind.MEMCPY, False: Kind.COMPUTE}
+    return IssuedOps(
+        name=rows["name"].to_list(),
+        kind=[
+            local[copy] if comm is None else comm.kind
+            for copy, comm in zip(rows["crossing"], carried, strict=True)
+        ],
+        stream=rows["label"].to_list(),
+        start_ns=rows["start_ns"].to_list(),
+        dur_ns=rows["dur_ns"].to_list(),
+        issue_ns=rows["issue_ns"].to_list(),
+        launch_ns=rows["launch_ns"].to_list(),
+        launch_tid=rows["launch_tid"].to_list(),
+        correlation=rows["correlation"].to_list(),
+        nbytes=[
+            own if comm is None else comm.nbytes
+            for own, comm in zip(rows["bytes"], carried, strict=True)
+        ],
+        comm=carried,
+        batch=batch,
+        row=rows["row"].to_list(),
+        step=[None] * rows.height,
+        phase=[None] * rows.height,
+        deps=[set() for _ in range(rows.height)],
+    )

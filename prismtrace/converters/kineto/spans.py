@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import polars as pl
 
 from prismtrace.converters.kineto.carried import CommOp
@@ -74,7 +76,7 @@ def build_nodes(
                 summary.end_ns - ops.start_ns[p]
                 for summary, p in zip(summaries, first, strict=True)
             ],
-            "deps": deps,
+            "deps": _lists(deps),
             "x_kernels": [len(positions) for positions in members],
             "x_busy_ns": [summary.busy_ns for summary in summaries],
             "row": [ops.row[p] for p in first],
@@ -108,6 +110,21 @@ def build_nodes(
         if (comm := ops.comm[position]) is not None
     ]
     return nodes.drop("row"), found
+
+
+def _lists(values: Sequence[Sequence[int]]) -> pl.Series:
+    """A list column; polars makes a series of every list when it is given Python lists."""
+    lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
+    flat = np.fromiter(chain.from_iterable(values), dtype=np.uint32, count=lengths.sum())
+    owner = np.repeat(np.arange(len(values)), lengths)
+    grouped = (
+        pl.DataFrame({"owner": owner, "value": flat})
+        .group_by("owner", maintain_order=True)
+        .agg("value")
+    )
+    every = pl.DataFrame({"owner": np.arange(len(values))})
+    joined = every.join(grouped, on="owner", how="left", maintain_order="left")
+    return joined.get_column("value").fill_null([])
 
 
 def _text(comm: CommOp | None, attribute: str) -> str | None:
