@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         propagate_batch,
         slack,
     )
+    from prismcalib.stragglers import StragglerReport, find_stragglers
     from prismcalib.waiting import WaitRules
     from prismcalib.whatif import Scenario, WhatIf, what_if
 
@@ -63,12 +64,14 @@ __all__ = [
     "Scenario",
     "ScenarioError",
     "SetDuration",
+    "StragglerReport",
     "SwapDurations",
     "Timing",
     "WaitRules",
     "WhatIf",
     "critical_path",
     "critical_rows",
+    "find_stragglers",
     "graph_from_trace",
     "merge",
     "predict",
@@ -96,6 +99,7 @@ _HOMES = {
         "propagate_batch",
         "slack",
     ),
+    "stragglers": ("StragglerReport", "find_stragglers"),
     "waiting": ("WaitRules",),
     "whatif": ("Scenario", "WhatIf", "what_if"),
 }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from prismcalib.commands_stragglers import stragglers
 from prismcalib.commands_whatif import EditCommand, what_if
 from prismtrace.console import new_app, print_json, progress, run, table
 
@@ -359,6 +360,7 @@ def check(
 
 
 app.command("what-if", cls=EditCommand)(what_if)
+app.command()(stragglers)
 
 
 def main() -> NoReturn:

@@ -1,0 +1,331 @@
+"""What a slowdown looks like: a slow GPU, an uneven split, uneven sequences, a slow link, delays.
+
+Every rule compares computations (or transfers) that would be equal in an even job, and says
+what the step would save without the difference, by propagating the timeline without it.
+Computation is looked at per rank, step, microbatch, chunk and phase, so that one grain serves
+kernel-level and operation-level traces.
+
+    cause              pattern
+    slow-rank          one rank computes slower than its peers, in nearly every step
+    stage-imbalance    all ranks of a stage compute longer than those of other stages
+    sequence-lengths   durations vary from microbatch to microbatch, forward and backward alike
+    slow-network       one group transfers slower than its peers, in nearly every step
+    launch-delays      operations start later than they could
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from prismcalib.graph import Int64Array
+from prismcalib.peers import operation_sorts
+from prismcalib.places import Places, group_family
+from prismtrace.schema import Kind, TraceHeader
+
+__all__ = ["Cause", "find_causes"]
+
+Simulate = Callable[[Int64Array], NDArray[np.float64]]
+
+_SLOW = 1.05
+"""A rank or stage that takes 5 % longer than its peers stands out of usual spreads of 1 to 2 %."""
+_OFTEN = 0.8
+"""Share of the comparisons in which it must be slower, or a few outliers would do."""
+_SLOW_LINK = 1.3
+_VARIED = 0.03
+_ALIKE = 0.9
+"""Correlation of forward and backward durations that only the amount of work explains; the
+threshold of the paper that `prismcalib.peers` names."""
+_LEAST_SAVING = 0.005
+_MOST_OF_A_SORT = 8
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One cause of a slowdown.
+
+    Attributes:
+        kind: see the module.
+        where: rank, stage or group, as text.
+        saves: share of the step time that goes without it.
+        evidence: the numbers behind it.
+        advice: what people do about it.
+    """
+
+    kind: str
+    where: str
+    saves: float
+    evidence: str
+    advice: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, eq=False)
+class _Suspect:
+    """A cause before it is known what it costs; `durations` is int64[n] without it."""
+
+    kind: str
+    where: str
+    evidence: str
+    advice: str
+    durations: Int64Array
+
+
+def find_causes(
+    rows: pl.DataFrame,
+    header: TraceHeader,
+    places: Places,
+    simulate: Simulate,
+    actual: Int64Array,
+    base: Int64Array,
+) -> tuple[Cause, ...]:
+    """Name the causes that cost half a percent of the step time or more, largest first.
+
+    Args:
+        rows: of the trace, in graph order.
+        header: of the trace.
+        places: stages and replicas of its ranks.
+        simulate: mean step time without launch delays for each column of int64[n, K].
+        actual: int64[n], durations without waiting.
+        base: int64[S], step times as they were.
+    """
+    suspects = [*_slow_ranks_and_stages(rows, places, actual), *_slow_groups(rows, header, actual)]
+    columns = [actual, *(suspect.durations for suspect in suspects)]
+    times = simulate(np.stack(columns, axis=1))
+    now = float(times[0]) or 1.0
+    causes = [
+        Cause(suspect.kind, suspect.where, 1 - float(time) / now, suspect.evidence, suspect.advice)
+        for suspect, time in zip(suspects, times[1:], strict=True)
+    ]
+    causes.append(_launch_delays(now, float(base.mean())))
+    found = [cause for cause in causes if cause.saves >= _LEAST_SAVING]
+    return tuple(sorted(found, key=lambda cause: -cause.saves))
+
+
+def _launch_delays(without: float, base: float) -> Cause:
+    return Cause(
+        "launch-delays",
+        "host",
+        1 - without / base if base else 0.0,
+        f"operations start later than they could; without that the step takes "
+        f"{without / 1e6:,.3f} ms instead of {base / 1e6:,.3f} ms",
+        "look for garbage collection, data loading and synchronising calls on the host",
+    )
+
+
+# --- computation ------------------------------------------------------------------------------
+
+
+def _slow_ranks_and_stages(
+    rows: pl.DataFrame, places: Places, actual: Int64Array
+) -> Iterator[_Suspect]:
+    kind = rows["kind"].cast(pl.String)
+    is_work = (kind == Kind.COMPUTE.value) & rows["phase"].cast(pl.String).is_in(
+        ["forward", "backward"]
+    ).fill_null(value=False)
+    if not is_work.any():
+        is_work = kind == Kind.COMPUTE.value
+    number = np.flatnonzero(is_work.to_numpy())
+    if not len(number):
+        return
+    rank = rows["rank"].to_numpy()[number]
+    work = rows.select("rank", "step", "phase", "microbatch", "chunk")[number].with_columns(
+        row=pl.Series(number),
+        stage=pl.Series(places.stage[rank]),
+        duration=pl.Series(actual[number]),
+    )
+    unit = ["rank", "step", "phase", "microbatch", "chunk"]
+    units = (
+        work.group_by(unit, maintain_order=True)
+        .agg(pl.col("duration").sum(), pl.col("stage").first())
+        .filter(pl.col("duration") > 0)
+        .with_columns(typical=pl.col("duration").median().over("stage", "phase", "chunk"))
+        .filter(pl.col("typical") > 0)
+        .with_columns(relative=pl.col("duration") / pl.col("typical"))
+    )
+    factors = _rank_factors(units)
+    yield from _rank_suspects(factors, work, actual)
+    yield from _stage_suspects(units, places, work, actual)
+    yield from _sequence_suspects(units, work, actual)
+
+
+def _rank_factors(units: pl.DataFrame) -> pl.DataFrame:
+    """rank, stage, factor (median against the peers of its stage), often, peers."""
+    # Per step first: one step with long sequences is no property of the rank.
+    steps = units.group_by("stage", "rank", "step").agg(factor=pl.col("relative").mean())
+    steps = steps.with_columns(
+        factor=pl.col("factor") / pl.col("factor").median().over("stage", "step")
+    )
+    return (
+        steps.group_by("stage", "rank")
+        .agg(
+            pl.col("factor").median(),
+            often=(pl.col("factor") > 1 + (_SLOW - 1) / 2).mean(),
+        )
+        .with_columns(peers=pl.len().over("stage") - 1)
+        .sort("factor", descending=True)
+    )
+
+
+def _rank_suspects(
+    factors: pl.DataFrame, work: pl.DataFrame, actual: Int64Array
+) -> Iterator[_Suspect]:
+    slow = factors.filter(
+        (pl.col("factor") > _SLOW) & (pl.col("often") >= _OFTEN) & (pl.col("peers") > 0)
+    )
+    for stage, rank, factor, often, peers in slow.head(_MOST_OF_A_SORT).rows():
+        rows = work.filter(pl.col("rank") == rank)["row"].to_numpy()
+        durations = actual.copy()
+        durations[rows] = np.rint(actual[rows] / factor)
+        where = f"rank {rank}" + (f" (stage {stage})" if stage >= 0 else "")
+        yield _Suspect(
+            "slow-rank",
+            where,
+            f"computes {factor:.3f} times as long as its {peers} peers, in {often:.0%} of the steps",
+            "check the GPU's clocks, temperature and memory errors, and what else the host runs",
+            durations,
+        )
+
+
+def _stage_suspects(
+    units: pl.DataFrame, places: Places, work: pl.DataFrame, actual: Int64Array
+) -> Iterator[_Suspect]:
+    if places.stages < 2:
+        return
+    per_step = units.group_by("stage", "rank", "step").agg(pl.col("duration").sum())
+    stages = (
+        per_step.filter(pl.col("stage") >= 0)
+        .group_by("stage")
+        .agg(pl.col("duration").median())
+        .sort("stage")
+    )
+    if stages.height < 2:
+        return
+    times = stages["duration"].to_numpy()
+    even = float(times.mean())
+    worst = int(times.argmax())
+    others = float(np.delete(times, worst).mean())
+    if times[worst] < _SLOW * others:
+        return
+    # All stages take the mean: an even split of the same work.
+    stage = work["stage"].to_numpy()
+    known = stage >= 0
+    scale = np.ones(places.stages)
+    scale[stages["stage"].to_numpy()] = even / times
+    rows = work["row"].to_numpy()[known]
+    durations = actual.copy()
+    durations[rows] = np.rint(actual[rows] * scale[stage[known]])
+    number = int(stages["stage"][worst])
+    position = {0: "first", places.stages - 1: "last"}.get(number, "middle")
+    why = {
+        "first": "it also holds the embedding",
+        "last": "it also computes the output layer and the loss",
+        "middle": "it has more or heavier layers",
+    }[position]
+    yield _Suspect(
+        "stage-imbalance",
+        f"stage {number} ({position} of {places.stages})",
+        f"computes {times[worst] / 1e6:,.3f} ms a step, the other stages "
+        f"{others / 1e6:,.3f} ms: {times[worst] / others:.3f} times as long; probably {why}",
+        "give this stage fewer layers, or spread its extra work",
+        durations,
+    )
+
+
+def _sequence_suspects(
+    units: pl.DataFrame, work: pl.DataFrame, actual: Int64Array
+) -> Iterator[_Suspect]:
+    """Forward and backward of one microbatch both long: more work, not a slower device."""
+    where = ["rank", "step", "microbatch", "chunk"]
+    level = pl.col("duration").median().over("rank", "phase", "chunk")
+    relative = units.with_columns(level=level, log=(pl.col("duration") / level).log())
+    phase = pl.col("phase").cast(pl.String)
+    both = relative.filter(phase == "forward").join(
+        relative.filter(phase == "backward"), on=where, nulls_equal=True, suffix="_backward"
+    )
+    both = both.filter(pl.col("microbatch").is_not_null())
+    if both.height < 16:
+        return
+    spread = float(both["log"].std() or 0.0)  # type: ignore[arg-type]
+    alike = both.select(pl.corr("log", "log_backward")).item()
+    if spread < _VARIED or alike is None or alike < _ALIKE:
+        return
+    factor = relative.select(*where, "phase", ratio=pl.col("level") / pl.col("duration"))
+    changed = work.join(
+        factor, on=[*where, "phase"], how="left", nulls_equal=True, maintain_order="left"
+    )
+    ratio = changed["ratio"].fill_null(1.0).to_numpy()
+    rows = work["row"].to_numpy()
+    durations = actual.copy()
+    durations[rows] = np.rint(actual[rows] * ratio)
+    yield _Suspect(
+        "sequence-lengths",
+        "all ranks",
+        f"microbatches of one rank differ by {spread:.0%} (one standard deviation), forward and "
+        f"backward of the same microbatch alike (correlation {alike:.3f})",
+        "batch sequences so that microbatches cost the same (attention grows with the square)",
+        durations,
+    )
+
+
+# --- communication ----------------------------------------------------------------------------
+
+
+def _slow_groups(rows: pl.DataFrame, header: TraceHeader, actual: Int64Array) -> Iterator[_Suspect]:
+    family = {group.id: group_family(group) for group in header.groups}
+    names = {group.id: group.name for group in header.groups}
+    table = pl.DataFrame(
+        {
+            "group": rows["group"],
+            "step": rows["step"],
+            "bytes": rows["bytes"],
+            "sort": operation_sorts(rows, header),
+            "duration": actual,
+        }
+    ).with_row_index("row")
+    known = table.filter(pl.col("group").is_not_null() & rows["seq"].is_not_null())
+    if not known.height:
+        return
+    like = ["family", "sort", "bytes"]
+    known = known.with_columns(
+        family=pl.col("group").replace_strict(family, default=None, return_dtype=pl.String)
+    )
+    steps = known.group_by(*like, "group", "step").agg(pl.col("duration").median())
+    steps = steps.with_columns(
+        relative=pl.col("duration") / pl.col("duration").median().over(*like, "step")
+    )
+    slow = (
+        steps.group_by(*like, "group")
+        .agg(
+            factor=pl.col("relative").median(),
+            often=(pl.col("relative") > 1 + (_SLOW_LINK - 1) / 2).mean(),
+        )
+        .with_columns(peers=pl.len().over(like) - 1)
+        .filter(
+            (pl.col("factor") > _SLOW_LINK) & (pl.col("often") >= _OFTEN) & (pl.col("peers") > 0)
+        )
+    )
+    worst = slow.group_by("group").agg(pl.col("factor", "often", "peers").max(), pl.col("sort"))
+    for group, factor, often, peers, sorts in (
+        worst.sort("factor", descending=True).head(_MOST_OF_A_SORT).rows()
+    ):
+        hit = known.filter((pl.col("group") == group) & pl.col("sort").is_in(sorts))
+        durations = actual.copy()
+        chosen = hit["row"].to_numpy()
+        durations[chosen] = np.rint(actual[chosen] / factor)
+        yield _Suspect(
+            "slow-network",
+            f"group {names.get(group, group)} ({', '.join(sorted(set(sorts)))})",
+            f"transfers take up to {factor:.2f} times as long as in its {peers} peers, in "
+            f"{often:.0%} of the steps",
+            "check the links, switches and placement of this group's hosts",
+            durations,
+        )

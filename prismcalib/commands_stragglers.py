@@ -1,0 +1,139 @@
+"""The command `prismcalib stragglers`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prismtrace.console import print_json, progress, table
+
+if TYPE_CHECKING:
+    from prismcalib.stragglers import StragglerReport
+
+__all__ = ["stragglers"]
+
+
+class ByName(StrEnum):
+    """Values of --by."""
+
+    KIND = "kind"
+    STAGE = "stage"
+    REPLICA = "replica"
+    RANK = "rank"
+    GROUP = "group"
+
+
+class PeersName(StrEnum):
+    """Values of --peers."""
+
+    AUTO = "auto"
+    TYPE = "type"
+    POSITION = "position"
+
+
+def stragglers(
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            help="Trace that `prismcalib merge` wrote, or an operation-level log that "
+            "`prismtrace convert` read."
+        ),
+    ],
+    by: Annotated[
+        list[ByName] | None,
+        typer.Option(help="Judge only these sorts of parts (repeatable); without it, all."),
+    ] = None,
+    peers: Annotated[
+        PeersName,
+        typer.Option(
+            help="What an operation is compared with. type: all operations of its sort, so an "
+            "uneven split over stages counts. position: the same operation on ranks that do the "
+            "same. auto: type for operation-level logs, else position."
+        ),
+    ] = PeersName.AUTO,
+    limit: Annotated[int, typer.Option(min=1, help="Rows of each table.")] = 8,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Which rank, stage, group or kind of operation slows the job down, and the likely cause.
+
+    Example: prismcalib stragglers aligned.parquet --by rank --by stage
+    """
+    from prismcalib.stragglers import BY, find_stragglers
+
+    chosen = tuple(name for name in BY if by is None or name in by)
+    with progress("comparing with peers"):
+        report = find_stragglers(trace, by=chosen, peers=peers.value)
+    if json:
+        print_json(report.as_dict())
+    else:
+        _print(report, limit)
+
+
+def _print(report: StragglerReport, limit: int) -> None:
+    from prismcalib.durations import format_ns
+
+    base, without, ideal = (
+        round(float(times.mean()))
+        for times in (report.base_ns, report.without_delays_ns, report.ideal_ns)
+    )
+    compared = {
+        "type": "others of its sort, over all ranks, stages and steps",
+        "position": "the same one on ranks that do the same",
+    }[report.peers]
+    table(
+        f"mean of {len(report.steps)} steps",
+        ("", "step time", "slowdown", "meaning"),
+        [
+            ("as it was", format_ns(base), None, ""),
+            (
+                "no launch delays",
+                format_ns(without),
+                f"{report.launch_slowdown:.4f}",
+                "every operation starts as soon as it can",
+            ),
+            (
+                "ideal",
+                format_ns(ideal),
+                f"{report.slowdown:.4f}",
+                f"besides, every operation takes as long as {compared}",
+            ),
+        ],
+    )
+    if report.without_peers:
+        print(f"{report.without_peers} operations have no peer on another rank")
+    for by, parts in report.parts.items():
+        print()
+        numbered = by == "rank" and report.source_ranks is not None
+        left_out = report.not_simulated.get(by, 0)
+        table(
+            f"by {by}" + (f" ({left_out} more differ less and were left out)" if left_out else ""),
+            (by, *(["in the log"] if numbered else []), "slowdown", "saves if like its peers"),
+            [
+                (
+                    part.name,
+                    *([_source(report, part.name)] if numbered else []),
+                    f"{part.slowdown:.4f}",
+                    f"{part.saves:.2%}",
+                )
+                for part in parts[:limit]
+            ],
+        )
+    print()
+    if report.causes:
+        table(
+            "likely causes",
+            ("cause", "where", "saves", "evidence", "what to do"),
+            [
+                (cause.kind, cause.where, f"{cause.saves:.1%}", cause.evidence, cause.advice)
+                for cause in report.causes
+            ],
+        )
+    else:
+        print("no cause that costs half a percent of the step stands out")
+
+
+def _source(report: StragglerReport, name: str) -> int | None:
+    return None if report.source_ranks is None else report.source_ranks[int(name)]

@@ -1,0 +1,391 @@
+"""Which rank, stage, replica, group or kind of operation makes a job slow, and by how much.
+
+Three timelines of the same graph:
+
+    base             as it was
+    without delays   every operation starts as soon as what it depends on has ended
+    ideal            besides, every operation takes as long as its peers (see `peers`)
+
+A part of the job (say, stage 3) is judged twice.  Its *slowdown*: the ideal timeline with only
+the part's own durations put back, divided by the ideal one.  What it *saves*: how much shorter
+the timeline without delays gets when only the part takes as long as its peers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+
+from prismcalib.build import graph_from_trace
+from prismcalib.causes import Cause, find_causes
+from prismcalib.errors import MergeInputError
+from prismcalib.graph import Graph, Int32Array, Int64Array
+from prismcalib.peers import Peers, is_operation_level, kind_labels, peer_durations
+from prismcalib.places import Places, rank_places
+from prismcalib.propagation import Engine, pick_engine, propagate, propagate_batch
+from prismtrace.ranks import parse_ranks
+from prismtrace.schema import TraceHeader, TraceKind
+from prismtrace.trace import Trace, open_trace
+
+__all__ = ["BY", "Part", "StragglerReport", "Timeline", "find_stragglers"]
+
+By = Literal["kind", "stage", "replica", "rank", "group"]
+BY: tuple[By, ...] = ("kind", "stage", "replica", "rank", "group")
+
+# What the durations of the scenarios of one batch may take.
+_BATCH_BYTES = 2**28
+_MOST_SCENARIOS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part of the job and what it costs.
+
+    Attributes:
+        name: the rank, stage, replica, group or kind.
+        slowdown: mean step time with only this part's durations put back, over the ideal.
+        saves: share of the step time (without delays) that goes when the part is like its peers.
+        slowdown_per_step: float64[S].
+        busy_ns: total duration of the part's operations, waiting excluded.
+    """
+
+    name: str
+    slowdown: float
+    saves: float
+    slowdown_per_step: np.ndarray[Any, np.dtype[np.float64]]
+    busy_ns: int
+
+
+@dataclass(frozen=True, eq=False)
+class StragglerReport:
+    """What slows a job down.
+
+    Attributes:
+        steps: numbers of the steps; (None,) if the trace marks none.
+        base_ns, without_delays_ns, ideal_ns: int64[S], step times of the three timelines.
+        peers: how peers were found.
+        without_peers: rows that have no peer on another rank and keep their duration.
+        parts: by kind, stage, replica, rank and group, those with the largest slowdown first.
+        not_simulated: parts left out for their number, all with small differences.
+        causes: what the pattern looks like, largest saving first.
+        source_ranks: numbers of the ranks in the source, if they were numbered anew.
+    """
+
+    steps: tuple[int | None, ...]
+    base_ns: Int64Array
+    without_delays_ns: Int64Array
+    ideal_ns: Int64Array
+    peers: Peers
+    without_peers: int
+    parts: dict[By, tuple[Part, ...]]
+    causes: tuple[Cause, ...] = ()
+    not_simulated: dict[By, int] = field(default_factory=dict)
+    source_ranks: tuple[int, ...] | None = None
+
+    @property
+    def launch_slowdown(self) -> float:
+        """Mean base over mean without delays: what late launches cost."""
+        return _ratio(self.base_ns, self.without_delays_ns)
+
+    @property
+    def slowdown(self) -> float:
+        """Mean without delays over mean ideal: what uneven durations cost."""
+        return _ratio(self.without_delays_ns, self.ideal_ns)
+
+    def part(self, by: By, name: object) -> Part:
+        """The part of that name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for part in self.parts.get(by, ()):
+            if part.name == str(name):
+                return part
+        raise KeyError(f"no {by} {name}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        base, without, ideal = (
+            values.tolist() for values in (self.base_ns, self.without_delays_ns, self.ideal_ns)
+        )
+        rows = zip(self.steps, base, without, ideal, strict=True)
+        return {
+            "peers": self.peers,
+            "rows_without_peers": self.without_peers,
+            "launch_slowdown": self.launch_slowdown,
+            "slowdown": self.slowdown,
+            "steps": [
+                {"step": step, "base_ns": b, "without_delays_ns": w, "ideal_ns": i}
+                for step, b, w, i in rows
+            ],
+            "parts": {
+                by: [
+                    {
+                        "name": part.name,
+                        "slowdown": part.slowdown,
+                        "saves": part.saves,
+                        "busy_ns": part.busy_ns,
+                        "slowdown_per_step": part.slowdown_per_step.tolist(),
+                    }
+                    for part in parts
+                ]
+                for by, parts in self.parts.items()
+            },
+            "not_simulated": self.not_simulated,
+            "causes": [cause.as_dict() for cause in self.causes],
+            "source_ranks": None if self.source_ranks is None else list(self.source_ranks),
+        }
+
+
+def _ratio(above: Int64Array, below: Int64Array) -> float:
+    return float(above.mean() / below.mean()) if below.any() else 1.0
+
+
+def find_stragglers(
+    source: Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    by: Iterable[By] = BY,
+    peers: Peers | Literal["auto"] = "auto",
+    limit: int = 128,
+    engine: Engine = "auto",
+) -> StragglerReport:
+    """Find what slows a job down.
+
+    Args:
+        source: a calibrated trace, or a converted operation-level log.
+        by: what to judge; stages and replicas only where the process groups tell them.
+        peers: `auto` compares by `type` in operation-level traces, else by `position`.
+        limit: parts to simulate of each sort, those that differ most from their peers.
+        engine: see `prismcalib.propagate`.
+
+    Raises:
+        MergeInputError: the trace does not tell transfer from waiting.
+    """
+    trace = source if isinstance(source, Trace) else open_trace(source)
+    graph, rows = graph_from_trace(trace)
+    _require_transfers(trace, graph, rows)
+    header = trace.header
+    chosen: Peers = (
+        peers if peers != "auto" else ("type" if is_operation_level(header) else "position")
+    )
+    actual = graph.duration_ns
+    ideal, without_peers = peer_durations(rows, header, actual, chosen)
+    timeline = Timeline.of(graph, rows, engine)
+    places = rank_places(header)
+    two = timeline.step_ns(np.stack([actual, ideal], axis=1))
+    parts: dict[By, tuple[Part, ...]] = {}
+    left_out: dict[By, int] = {}
+    for sort in by:
+        names, label = _labels(sort, rows, header, places)
+        if len(names) < 2 and sort != "kind":
+            continue
+        worst = _worst(label, actual - ideal, len(names), limit)
+        parts[sort] = _judge(timeline, actual, ideal, two, label, names, worst)
+        if len(worst) < len(names):
+            left_out[sort] = len(names) - len(worst)
+    base = timeline.observed_ns(rows)
+    return StragglerReport(
+        steps=timeline.steps,
+        base_ns=base,
+        without_delays_ns=two[0],
+        ideal_ns=two[1],
+        peers=chosen,
+        without_peers=without_peers,
+        parts=parts,
+        causes=find_causes(rows, header, places, timeline.mean_step_ns, actual, base),
+        not_simulated=left_out,
+        source_ranks=_source_ranks(header),
+    )
+
+
+def _require_transfers(trace: Trace, graph: Graph, rows: pl.DataFrame) -> None:
+    """Durations without waiting must be known, or every part would look like the late one."""
+    kind = trace.header.kind
+    waits = graph.instance >= 0
+    unknown = bool((rows["transfer_ns"].is_null().to_numpy() & waits).any())
+    if kind == TraceKind.CALIBRATED and not unknown:
+        return
+    if kind == TraceKind.RECORDED and not unknown and len(trace.header.clock) == 1:
+        return
+    raise MergeInputError(
+        f"a {kind} trace does not tell how long operations took without waiting",
+        where=", ".join(str(path) for path in trace.paths) or None,
+        hint="run `prismcalib merge` on it first and pass the result",
+    )
+
+
+def _source_ranks(header: TraceHeader) -> tuple[int, ...] | None:
+    text = header.extra.get("source_ranks")
+    return None if text is None else parse_ranks(str(text))
+
+
+# --- timelines --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """A graph without launch delays, and how it is cut into steps.
+
+    Attributes:
+        graph: no lags, no releases.
+        order: int32[n], an order of completion.
+        step: int32[n], position of the step of each row, -1: in none.
+        steps: their numbers.
+        separate: nothing leads from one step to another, so all of them start at time 0.
+    """
+
+    graph: Graph
+    order: Int32Array
+    step: Int32Array
+    steps: tuple[int | None, ...]
+    separate: bool
+    engine: Engine
+
+    @classmethod
+    def of(cls, graph: Graph, rows: pl.DataFrame, engine: Engine) -> Timeline:
+        """Take the launch delays out of a graph and find its steps."""
+        bare = replace(graph, dep_lag_ns=None, release_ns=None)
+        # Dozens of propagations follow: what compiling costs is paid once.
+        chosen = pick_engine(graph.rows, _MOST_SCENARIOS) if engine == "auto" else engine
+        numbers = rows["step"].drop_nulls().unique().sort().to_numpy()
+        if len(numbers):
+            given = rows["step"].fill_null(-1).to_numpy()
+            step = np.where(given < 0, -1, np.searchsorted(numbers, given)).astype(np.int32)
+            steps: tuple[int | None, ...] = tuple(numbers.tolist())
+        else:
+            step, steps = np.zeros(graph.rows, np.int32), (None,)
+        return cls(
+            graph=bare,
+            order=propagate(bare, chosen).order,
+            step=step,
+            steps=steps,
+            separate=_separate(graph, step),
+            engine=chosen,
+        )
+
+    def step_ns(self, durations: Int64Array) -> Int64Array:
+        """int64[K, S], step times with durations int64[n, K]."""
+        timing = propagate_batch(
+            self.graph, durations, steps=self.step, order=self.order, engine=self.engine
+        )
+        if self.separate and timing.step_end_ns is not None:
+            return timing.step_end_ns - timing.begin_ns
+        return timing.step_ns
+
+    def mean_step_ns(self, durations: Int64Array) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """float64[K], mean step time with durations int64[n, K], in blocks that fit in memory."""
+        width = self.width
+        blocks = [
+            self.step_ns(durations[:, first : first + width]).mean(axis=1)
+            for first in range(0, durations.shape[1], width)
+        ]
+        return np.concatenate(blocks)
+
+    @property
+    def width(self) -> int:
+        """Scenarios to propagate at once."""
+        return max(2, min(_MOST_SCENARIOS, _BATCH_BYTES // (8 * self.graph.rows)))
+
+    def observed_ns(self, rows: pl.DataFrame) -> Int64Array:
+        """int64[S], step times as the trace has them, launch delays included."""
+        start = rows["start_ns"].to_numpy()
+        end = start + rows["dur_ns"].to_numpy()
+        inside = self.step >= 0
+        last = np.full(len(self.steps), start.min())
+        np.maximum.at(last, self.step[inside], end[inside])
+        if self.separate:
+            first = np.full(len(self.steps), end.max())
+            np.minimum.at(first, self.step[inside], start[inside])
+            return np.asarray(last - first, np.int64)
+        lengths: Int64Array = np.diff(np.maximum.accumulate(last), prepend=start.min())
+        return lengths
+
+
+def _separate(graph: Graph, step: Int32Array) -> bool:
+    if (step < 0).any():
+        return False
+    owner = np.repeat(step, np.diff(graph.dep_offsets))
+    if (step[graph.dep_rows] != owner).any() or graph.wait_rows is not None:
+        return False
+    member = graph.instance >= 0
+    some = np.zeros(graph.instances, np.int32)
+    some[graph.instance[member]] = step[member]
+    return bool((some[graph.instance[member]] == step[member]).all())
+
+
+# --- parts ------------------------------------------------------------------------------------
+
+
+def _labels(
+    by: By, rows: pl.DataFrame, header: TraceHeader, places: Places
+) -> tuple[list[str], Int64Array]:
+    """Names of the parts, and int64[n] the part of each row (-1: none)."""
+    rank = rows["rank"].to_numpy()
+    if by == "rank":
+        return [str(number) for number in range(header.world_size)], rank.astype(np.int64)
+    if by == "stage":
+        return [str(number) for number in range(places.stages)], places.stage[rank]
+    if by == "replica":
+        return [str(number) for number in range(places.replicas)], places.replica[rank]
+    if by == "group":
+        number = {group.id: position for position, group in enumerate(header.groups)}
+        label = rows["group"].replace_strict(number, default=-1, return_dtype=pl.Int64)
+        return [group.name for group in header.groups], label.fill_null(-1).to_numpy()
+    text = kind_labels(rows, header)
+    names = sorted(text.drop_nulls().unique())
+    return names, text.cast(pl.Enum(names)).to_physical().cast(pl.Int64).fill_null(-1).to_numpy()
+
+
+def _worst(label: Int64Array, excess: Int64Array, count: int, limit: int) -> Int64Array:
+    """The parts that exist, those that differ most from their peers first, at most `limit`."""
+    total = np.bincount(label + 1, weights=np.abs(excess), minlength=count + 1)[1:]
+    present = np.bincount(label + 1, minlength=count + 1)[1:] > 0
+    order = np.argsort(-total, kind="stable")
+    worst: Int64Array = order[present[order]][:limit].astype(np.int64)
+    return worst
+
+
+def _judge(
+    timeline: Timeline,
+    actual: Int64Array,
+    ideal: Int64Array,
+    two: Int64Array,
+    label: Int64Array,
+    names: Sequence[str],
+    chosen: Int64Array,
+) -> tuple[Part, ...]:
+    """Simulate parts, two scenarios each; those with the largest slowdown first."""
+    busy = np.bincount(label + 1, weights=actual, minlength=len(names) + 1)[1:]
+    mean_actual = float(two[0].mean()) or 1.0
+    mean_ideal = float(two[1].mean()) or 1.0
+    ideal_steps = np.maximum(two[1], 1)
+    found: list[Part] = []
+    block = timeline.width // 2
+    for first in range(0, len(chosen), block):
+        some = chosen[first : first + block]
+        position = np.full(len(names) + 1, -1, np.int64)  # the last entry serves label -1
+        position[some] = np.arange(len(some))
+        column = position[label]
+        rows = np.flatnonzero(column >= 0)
+        durations = np.empty((len(actual), 2 * len(some)), np.int64)
+        durations[:, : len(some)] = ideal[:, None]
+        durations[:, len(some) :] = actual[:, None]
+        durations[rows, column[rows]] = actual[rows]
+        durations[rows, column[rows] + len(some)] = ideal[rows]
+        times = timeline.step_ns(durations)
+        for at, part in enumerate(some):
+            found.append(
+                Part(
+                    name=names[part],
+                    slowdown=float(times[at].mean()) / mean_ideal,
+                    saves=1 - float(times[at + len(some)].mean()) / mean_actual,
+                    slowdown_per_step=times[at] / ideal_steps,
+                    busy_ns=int(busy[part]),
+                )
+            )
+    return tuple(sorted(found, key=lambda part: -part.slowdown))
