@@ -15,10 +15,10 @@ Three kinds of constraint connect rows:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -72,6 +72,9 @@ class Graph:
     wait_rows: Int32Array | None = None
     labels: Callable[[int], str] | None = None
 
+    # What networkx asks of a graph before it hands it to `prismcalib.networkx_backend`.
+    __networkx_backend__: ClassVar[str] = "prismcalib"
+
     def __post_init__(self) -> None:
         for name, dtype in _COLUMNS.items():
             value = getattr(self, name)
@@ -112,6 +115,23 @@ class Graph:
             else _column("wait_rows", _ints([m for row in waits for m in row]), np.int32),
             labels=labels,
         )
+
+    def is_directed(self) -> bool:
+        """True; for networkx, as the next four."""
+        return True
+
+    def is_multigraph(self) -> bool:
+        """False."""
+        return False
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rows))
+
+    def __contains__(self, row: object) -> bool:
+        return row in range(self.rows)
 
     @property
     def rows(self) -> int:

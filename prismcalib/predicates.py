@@ -13,6 +13,7 @@ import difflib
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -118,7 +119,7 @@ class RowPicker:
     def _table(self, names: list[str]) -> pl.DataFrame:
         """The named columns, texts as texts so that unknown values compare as unequal."""
         groups = self.header.groups
-        made = {
+        made: dict[str, dict[int, Any]] = {
             "group_name": {group.id: group.name for group in groups},
             "group_size": {group.id: len(group.ranks) for group in groups},
         }
