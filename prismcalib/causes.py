@@ -7,6 +7,7 @@ kernel-level and operation-level traces.
 
     cause              pattern
     slow-rank          one rank computes slower than its peers, in nearly every step
+    slow-host          the same, but its kernels do not: its device idles between them
     stage-imbalance    all ranks of a stage compute longer than those of other stages
     sequence-lengths   durations vary from microbatch to microbatch, forward and backward alike
     slow-network       one group transfers slower than its peers, in nearly every step
@@ -141,15 +142,19 @@ def _slow_ranks_and_stages(
         row=pl.Series(number),
         stage=pl.Series(places.stage[rank]),
         duration=pl.Series(actual[number]),
+        busy=pl.Series(_device_time(rows, actual)[number]),
     )
     unit = ["rank", "step", "phase", "microbatch", "chunk"]
     units = (
         work.group_by(unit, maintain_order=True)
-        .agg(pl.col("duration").sum(), pl.col("stage").first())
+        .agg(pl.col("duration", "busy").sum(), pl.col("stage").first())
         .filter(pl.col("duration") > 0)
         .with_columns(typical=pl.col("duration").median().over("stage", "phase", "chunk"))
         .filter(pl.col("typical") > 0)
-        .with_columns(relative=pl.col("duration") / pl.col("typical"))
+        .with_columns(
+            relative=pl.col("duration") / pl.col("typical"),
+            busy_relative=pl.col("busy") / pl.col("typical"),
+        )
     )
     factors = _rank_factors(units)
     yield from _rank_suspects(factors, work, actual)
@@ -157,19 +162,31 @@ def _slow_ranks_and_stages(
     yield from _sequence_suspects(units, work, actual)
 
 
+def _device_time(rows: pl.DataFrame, actual: Int64Array) -> Int64Array:
+    """int64[n], how long the device really worked within a span, where the trace tells."""
+    if "x_busy_ns" not in rows.columns:
+        return actual
+    busy = rows["x_busy_ns"].cast(pl.Int64).fill_null(pl.Series(actual)).to_numpy()
+    return np.minimum(busy, actual)
+
+
 def _rank_factors(units: pl.DataFrame) -> pl.DataFrame:
-    """rank, stage, factor (median against the peers of its stage), often, peers."""
-    # Per step first: one step with long sequences is no property of the rank.
-    steps = units.group_by("stage", "rank", "step").agg(factor=pl.col("relative").mean())
+    """Each rank against the peers of its stage, slowest first.
+
+    Columns rank, stage, factor and device_factor (of the whole duration and of what the device
+    worked; medians over steps), often (share of steps in which it was slower), peers.
+    """
+    # Of one step: long sequences of a step are no property of the rank that got them.
+    steps = units.group_by("stage", "rank", "step").agg(
+        factor=pl.col("relative").mean(), device_factor=pl.col("busy_relative").mean()
+    )
+    names = ("factor", "device_factor")
     steps = steps.with_columns(
-        factor=pl.col("factor") / pl.col("factor").median().over("stage", "step")
+        pl.col(name) / pl.col(name).median().over("stage", "step") for name in names
     )
     return (
         steps.group_by("stage", "rank")
-        .agg(
-            pl.col("factor").median(),
-            often=(pl.col("factor") > 1 + (_SLOW - 1) / 2).mean(),
-        )
+        .agg(pl.col(names).median(), often=(pl.col("factor") > 1 + (_SLOW - 1) / 2).mean())
         .with_columns(peers=pl.len().over("stage") - 1)
         .sort("factor", descending=True)
     )
@@ -181,16 +198,28 @@ def _rank_suspects(
     slow = factors.filter(
         (pl.col("factor") > _SLOW) & (pl.col("often") >= _OFTEN) & (pl.col("peers") > 0)
     )
-    for stage, rank, factor, often, peers in slow.head(_MOST_OF_A_SORT).rows():
+    for rank, stage, factor, device, often, peers in (
+        slow.select("rank", "stage", "factor", "device_factor", "often", "peers")
+        .head(_MOST_OF_A_SORT)
+        .rows()
+    ):
         rows = work.filter(pl.col("rank") == rank)["row"].to_numpy()
         durations = actual.copy()
         durations[rows] = np.rint(actual[rows] / factor)
-        where = f"rank {rank}" + (f" (stage {stage})" if stage >= 0 else "")
+        # More than half of what it is late is not the kernels' own time.
+        host = (device - 1) < (factor - 1) / 2
+        evidence = (
+            f"computes {factor:.3f} times as long as its {peers} peers, in {often:.0%} of the steps"
+        )
+        if host:
+            evidence += f"; its kernels themselves take {device:.3f} times as long"
         yield _Suspect(
-            "slow-rank",
-            where,
-            f"computes {factor:.3f} times as long as its {peers} peers, in {often:.0%} of the steps",
-            "check the GPU's clocks, temperature and memory errors, and what else the host runs",
+            "slow-host" if host else "slow-rank",
+            f"rank {rank}" + (f" (stage {stage})" if stage >= 0 else ""),
+            evidence,
+            "see what keeps its host from launching: other processes, pinning, CPU frequency"
+            if host
+            else "check the GPU's clocks, temperature and memory errors, and its neighbours",
             durations,
         )
 

@@ -122,17 +122,11 @@ def _print(report: StragglerReport, limit: int) -> None:
             ],
         )
     print()
-    if report.causes:
-        table(
-            "likely causes",
-            ("cause", "where", "saves", "evidence", "what to do"),
-            [
-                (cause.kind, cause.where, f"{cause.saves:.1%}", cause.evidence, cause.advice)
-                for cause in report.causes
-            ],
-        )
-    else:
-        print("no cause that costs half a percent of the step stands out")
+    print("likely causes" if report.causes else "no cause that costs half a percent stands out")
+    for cause in report.causes:
+        print(f"  {cause.kind}, {cause.where}: without it the step takes {cause.saves:.1%} less")
+        print(f"      {cause.evidence}")
+        print(f"      {cause.advice}")
 
 
 def _source(report: StragglerReport, name: str) -> int | None:
