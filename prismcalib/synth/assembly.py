@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import polars as pl
@@ -141,6 +142,10 @@ class Job:
 
     # Rows -------------------------------------------------------------------------------
 
+    @cached_property
+    def _templates(self) -> list[pl.DataFrame]:
+        return [_template(program, self.spec.steps) for program in self.programs]
+
     def frame(
         self, program: Program, ranks: Int64Array, *, channels: NDArray[np.bool_] | None = None
     ) -> pl.DataFrame:
@@ -148,10 +153,9 @@ class Job:
 
         With `channels`, bool[channels of the program], only their operations, and no deps.
         """
-        steps = self.spec.steps
-        template = _template(program, steps)
+        template = self._templates[program.stage]
         if channels is not None:
-            kept = np.append(channels, values=False)[np.tile(program.channel, steps)]
+            kept = np.append(channels, values=False)[template["channel"].to_numpy()]
             template = template.filter(pl.Series(kept)).with_columns(
                 deps=pl.lit([], pl.List(pl.UInt32))
             )

@@ -69,6 +69,8 @@ class _Writer:
         self.place = {"phase": Phase.OTHER}
         self._compute("data", "data")
         order = stage_order(spec, self.stage)
+        # With too few microbatches nothing alternates, and the neighbour coalesces nothing.
+        coalesced = spec.coalesced_p2p and spec.pp - self.stage - 1 < spec.microbatches
         fetched = False
         for number, task in enumerate(order):
             if not fetched:
@@ -79,7 +81,8 @@ class _Writer:
             else:
                 self._backward(task)
             following = order[number + 1] if number + 1 < len(order) else None
-            fetched = spec.coalesced_p2p and following is not None and following.phase != task.phase
+            turn = following is not None and following.phase != task.phase
+            fetched = coalesced and turn
             fetch = self._receive(following) if fetched and following else None
             self._p2p([self._send(task), fetch])
         self.place = {"phase": Phase.OPTIMIZER}

@@ -42,6 +42,9 @@ _MEASURED = (
 )
 _OBSERVED = ("x_observed_start_ns", "x_observed_dur_ns")
 
+# What a generator is for.
+_NOISE, _CLOCKS = 0, 1
+
 # Clocks read something between 1970 and now.
 _FIRST_ORIGIN_NS, _LAST_ORIGIN_NS = 10**15, 17 * 10**17
 
@@ -111,13 +114,14 @@ def cut_into_slices(
     for number, ranks in enumerate(groups):
         part, partners = source.take(ranks, partners=virtual == "early")
         for repeat in range(repeats):
-            random = generator(seed, number, repeat)
-            timing = _execute(part, noise, random)
+            timing = _execute(part, noise, generator(seed, number, repeat, _NOISE))
             rows = _real_rows(part, timing, given=transfers == "given")
             if partners is not None:
                 rows = _joined(rows, _virtual_rows(partners, part, timing))
             header = _header(source, number, ranks, rows, ranks_per_clock)
-            header, rows = _misread(header, rows, drift_ppm, random)
+            header, rows = _misread(
+                header, rows, drift_ppm, generator(seed, number, repeat, _CLOCKS)
+            )
             suffix = f"-repeat-{repeat}" if repeats > 1 else ""
             path = target / f"slice-{number:0{digits}}{suffix}.parquet"
             write_nodes(header, rows.lazy(), path)
@@ -213,7 +217,7 @@ def _virtual_rows(partners: Partners, part: Part, timing: Timing) -> pl.DataFram
 
 
 def _joined(real: pl.DataFrame, virtual: pl.DataFrame) -> pl.DataFrame:
-    return pl.concat([real, virtual.select(real.columns)]).sort("rank", "index")
+    return real.merge_sorted(virtual.select(real.columns), key="id")
 
 
 def _header(
@@ -261,6 +265,7 @@ def _misread(
         return shown
 
     if header.slice is not None:
+        # The only thing that a slice knows of when it began.
         begin = int(origin[place[min(header.slice.real_ranks)]])
         begun = header.slice.model_copy(update={"origin_ns": begin})
         header = header.model_copy(update={"slice": begun})
