@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         MissingMemberError,
         PredicateError,
         ScenarioError,
+        StructureError,
     )
     from prismcalib.graph import Graph
     from prismcalib.merging import MergeReport, MergeResult, merge
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         propagate_batch,
         slack,
     )
+    from prismcalib.slices import SliceOptions, SlicesReport
     from prismcalib.stragglers import StragglerReport, find_stragglers
     from prismcalib.waiting import WaitRules
     from prismcalib.whatif import Scenario, WhatIf, what_if
@@ -64,7 +66,10 @@ __all__ = [
     "Scenario",
     "ScenarioError",
     "SetDuration",
+    "SliceOptions",
+    "SlicesReport",
     "StragglerReport",
+    "StructureError",
     "SwapDurations",
     "Timing",
     "WaitRules",
@@ -99,6 +104,7 @@ _HOMES = {
         "propagate_batch",
         "slack",
     ),
+    "slices": ("SliceOptions", "SlicesReport"),
     "stragglers": ("StragglerReport", "find_stragglers"),
     "waiting": ("WaitRules",),
     "whatif": ("Scenario", "WhatIf", "what_if"),

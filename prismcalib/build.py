@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -21,6 +22,7 @@ from prismtrace.trace import Trace, instance_columns, node_ids
 __all__ = [
     "graph_from_trace",
     "lag_column",
+    "node_text",
     "require_all_members",
     "require_all_ranks",
     "row_labels",
@@ -128,19 +130,19 @@ def structure_graph(rows: pl.DataFrame, header: TraceHeader) -> Graph:
 def row_labels(rows: pl.DataFrame, header: TraceHeader) -> Callable[[int], str]:
     """Names rows in error texts: `rank 3 index 12 all_reduce "name" group=tp_0 seq=5`."""
     names = {group.id: group.name for group in header.groups}
+    return lambda row: node_text(rows.row(row, named=True), names)
 
-    def label(row: int) -> str:
-        node = rows.row(row, named=True)
-        text = f"rank {node['rank']} index {node['index']} {node['kind']}"
-        if node["name"]:
-            text += f' "{node["name"][:60]}"'
-        if node["group"] is not None:
-            text += f" group={names.get(node['group'], node['group'])}"
-        if node["seq"] is not None:
-            text += f" seq={node['seq']}"
-        return text
 
-    return label
+def node_text(node: dict[str, Any], groups: dict[int, str]) -> str:
+    """A node in error texts, from its columns and the names of all groups by id."""
+    text = f"rank {node['rank']} index {node['index']} {node['kind']}"
+    if node["name"]:
+        text += f' "{node["name"][:60]}"'
+    if node["group"] is not None:
+        text += f" group={groups.get(node['group'], node['group'])}"
+    if node["seq"] is not None:
+        text += f" seq={node['seq']}"
+    return text
 
 
 def require_all_ranks(rows: pl.DataFrame, header: TraceHeader) -> None:

@@ -2,213 +2,21 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+from prismcalib.commands_merge import merge
 from prismcalib.commands_stragglers import stragglers
 from prismcalib.commands_whatif import EditCommand, what_if
 from prismtrace.console import new_app, print_json, progress, run, table
 
-if TYPE_CHECKING:
-    from prismcalib.merging import MergeReport
-
 app = new_app("From recorded ranks to one true timeline, and what it says about the run.")
-
-
-class EngineName(StrEnum):
-    """Values of --engine."""
-
-    AUTO = "auto"
-    NETWORKX = "networkx"
-    PYTHON = "python"
-    ARRAY = "array"
-
-
-class ClockMode(StrEnum):
-    """Values of --clock."""
-
-    ALIGN = "align"
-    KEEP = "keep"
 
 
 Calibrated = Annotated[Path, typer.Argument(help="Trace that `prismcalib merge` wrote.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-EagerBelow = Annotated[
-    int,
-    typer.Option(
-        metavar="BYTES",
-        min=0,
-        help="Sends of fewer bytes do not wait for their receiver; 0: all wait.",
-    ),
-]
-Rooted = Annotated[
-    bool,
-    typer.Option(
-        "--rooted",
-        help="In broadcast and scatter, wait for the root only; in reduce and gather, only the "
-        "root waits. Otherwise all wait for all.",
-    ),
-]
-SparseAllToAll = Annotated[
-    bool,
-    typer.Option(
-        "--sparse-all-to-all",
-        help="In all_to_all, wait only for ranks that send something (known from bytes = 0, or "
-        "per pair from the column x_send_bytes).",
-    ),
-]
-
-
-def _duration(text: str) -> int:
-    from prismcalib.durations import parse_ns
-
-    try:
-        return parse_ns(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-@app.command()
-def merge(
-    inputs: Annotated[
-        list[Path],
-        typer.Argument(help="A recorded trace: one file, a folder, or all its files."),
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Calibrated trace to write (.parquet).")
-    ],
-    engine: Annotated[
-        EngineName,
-        typer.Option(help="How to compute the timeline; all give the same, auto is fastest."),
-    ] = EngineName.AUTO,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Compute it with all engines and compare; slow.")
-    ] = False,
-    clock: Annotated[
-        ClockMode,
-        typer.Option(help="align: estimate how the ranks' clocks differ. keep: trust them."),
-    ] = ClockMode.ALIGN,
-    max_residual: Annotated[
-        str,
-        typer.Option(
-            help="Refuse the data if the ends of one collective lie further apart than this "
-            "(median over all), e.g. 500us.",
-        ),
-    ] = "10ms",
-    eager_below: EagerBelow = 0,
-    rooted: Rooted = False,
-    sparse_all_to_all: SparseAllToAll = False,
-    json: Json = False,
-) -> None:
-    """Put all ranks of a run on one timeline; split every collective into wait and transfer.
-
-    Example: prismcalib merge run.parquet -o aligned.parquet
-    """
-    limit_ns = _duration(max_residual)
-    from prismcalib.merging import merge as merge_trace
-    from prismcalib.waiting import WaitRules
-    from prismtrace.trace import open_trace
-
-    rules = WaitRules(eager_below=eager_below, rooted=rooted, sparse_all_to_all=sparse_all_to_all)
-    with progress("merging"):
-        trace = open_trace(list(inputs))
-        result = merge_trace(
-            trace,
-            engine=engine.value,
-            clock=clock.value,
-            max_residual_ns=limit_ns,
-            rules=rules,
-            verify=verify,
-        )
-        result.write(output)
-    if json:
-        print_json({"output": str(output), **result.report.as_dict()})
-    else:
-        _print_merge(result.report, output)
-
-
-def _print_merge(report: MergeReport, output: Path) -> None:
-    from prismcalib.durations import format_ns
-
-    share = report.difference_ns / max(report.recorded_ns, 1)
-    why = f"because of the clamps below; no row is later than {format_ns(report.most_delayed_ns)}"
-    if not report.most_delayed_ns:
-        why = "every row reproduced exactly"
-    overlaps, early, lags, waited = (
-        report.overlap_clamps,
-        report.transfer_clamps,
-        report.lags,
-        report.lags_on_critical_path,
-    )
-    texts = {
-        "recorded": (report.recorded_ns, "first start to last end, over all ranks"),
-        "propagated": (report.propagated_ns, "from durations and lags alone"),
-        "difference": (report.difference_ns, f"{share:.3%}, {why}"),
-        "overlap clamps": (
-            overlaps.total_ns,
-            f"{overlaps.count} rows started before a row they depend on ended; moved behind it",
-        ),
-        "transfer clamps": (
-            early.total_ns,
-            f"{early.count} members ended before the last member started; they end with it",
-        ),
-        "gaps kept": (
-            lags.total_ns,
-            f"{lags.count} idle times before rows, kept as lags (launch and host delays)",
-        ),
-        "gaps that count": (waited.total_ns, f"{waited.count} of them, on the critical path"),
-        "waiting": (report.wait_ns, "in communications for late members, sum over ranks"),
-        "transferring": (report.transfer_ns, "the rest of the communications, sum over ranks"),
-    }
-    lines = [(name, format_ns(ns), text) for name, (ns, text) in texts.items()]
-    if report.unmatched:
-        lines.append(
-            ("unmatched", str(report.unmatched), "communications with partners outside the window")
-        )
-    title = (
-        f"{output}: {report.ranks} ranks, {report.rows} rows, "
-        f"{report.instances} matched communications"
-    )
-    table(title, ("", "time", "meaning"), lines)
-    print()
-    _print_clocks(report)
-
-
-def _print_clocks(report: MergeReport) -> None:
-    from prismcalib.durations import format_ns
-
-    clock = report.clock
-    before, after = clock.end_spread_before, clock.end_spread_after
-    if before is not None and after is not None:
-        table(
-            f"clocks: ends of the same communication lie apart ({clock.operations} compared)",
-            ("", "median", "95 %", "max"),
-            [
-                (name, *(format_ns(ns) for ns in (spread.median_ns, spread.p95_ns, spread.max_ns)))
-                for name, spread in (("as recorded", before), ("as used", after))
-            ],
-        )
-    moved = [domain for domain in clock.domains if domain.offset_ns]
-    if not moved:
-        print(f"no clock corrected ({len(clock.domains)} in all)")
-        return
-    table(
-        f"{len(moved)} of {len(clock.domains)} clocks corrected "
-        f"(to that of rank {clock.reference_rank})",
-        ("ranks", "host", "added", "uncertain by"),
-        [
-            (
-                domain.ranks,
-                domain.host,
-                format_ns(domain.offset_ns),
-                None if domain.uncertainty_ns is None else format_ns(domain.uncertainty_ns),
-            )
-            for domain in moved[:20]
-        ],
-    )
 
 
 @app.command("critical-path")
@@ -359,6 +167,7 @@ def check(
         print(f"no cycle, no member missing: {names}")
 
 
+app.command()(merge)
 app.command("what-if", cls=EditCommand)(what_if)
 app.command()(stragglers)
 

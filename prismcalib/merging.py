@@ -1,4 +1,4 @@
-"""A recorded run becomes one consistent timeline across all ranks.
+"""A recorded run becomes one consistent timeline across all ranks (slices: `prismcalib.slices`).
 
     observed times  --clocks-->  aligned times  --split-->  durations, lags  --propagate-->  times
 
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -27,12 +28,22 @@ from prismcalib.build import (
     sorted_rows,
     structure_graph,
 )
+from prismcalib.calibrated import write_beside
 from prismcalib.errors import CalibError, MergeInputError
 from prismcalib.graph import Graph, Int64Array
+from prismcalib.measuring import Clocks
 from prismcalib.propagation import Engine, Timing, critical_steps, propagate, slack
+from prismcalib.slices import SliceOptions, SlicesReport, merge_slices
 from prismcalib.waiting import WaitRules, apply_wait_rules, ready_times, waiting_rows
 from prismtrace.schema import TraceHeader, TraceKind, TransferSource
-from prismtrace.trace import Trace, node_schema, open_trace, write_nodes
+from prismtrace.trace import (
+    Trace,
+    node_schema,
+    open_trace,
+    read_header,
+    trace_files,
+    write_nodes,
+)
 
 __all__ = ["DEFAULT_MAX_RESIDUAL_NS", "MergeReport", "MergeResult", "merge"]
 
@@ -110,20 +121,45 @@ class MergeReport:
 
 @dataclass(frozen=True, eq=False)
 class MergeResult:
-    """A calibrated trace in memory, and how it came about."""
+    """A calibrated trace, and how it came about.
+
+    Attributes:
+        header: its header.
+        table: its nodes, lazily. Of slices, what was measured stays in their files until it is
+            asked for.
+        report: `MergeReport` of a recorded run, `SlicesReport` of slices.
+    """
 
     header: TraceHeader
-    nodes: pl.DataFrame
-    report: MergeReport
+    table: pl.LazyFrame
+    report: MergeReport | SlicesReport
+    _write_columns: Callable[[str | os.PathLike[str]], None]
+
+    @cached_property
+    def nodes(self) -> pl.DataFrame:
+        """All nodes in memory, in (rank, index) order."""
+        return self.table.collect()
 
     @property
     def trace(self) -> Trace:
         """The result as a trace."""
-        return Trace(header=self.header, nodes=self.nodes.lazy())
+        return Trace(header=self.header, nodes=self.table)
 
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the calibrated trace as one Parquet file."""
-        write_nodes(self.header, self.nodes.lazy(), path)
+    def write(self, path: str | os.PathLike[str], *, columns_only: bool = False) -> None:
+        """Write the calibrated trace as one Parquet file.
+
+        With `columns_only` the file holds the computed columns alone, which is several times
+        quicker; `prismtrace.open` joins them with those of the input files, which have to stay
+        where they are, relative to the file.
+
+        Raises:
+            OutputError: the file cannot be written.
+            MergeInputError: columns only, but the rows do not lie in files.
+        """
+        if columns_only:
+            self._write_columns(path)
+        else:
+            write_nodes(self.header, self.table, path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,26 +179,53 @@ def merge(
     clock: Literal["align", "keep"] = "align",
     max_residual_ns: int = DEFAULT_MAX_RESIDUAL_NS,
     rules: WaitRules | None = None,
+    slices: SliceOptions | None = None,
     verify: bool = False,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> MergeResult:
-    """Put all ranks of a recorded run on one timeline and split waiting from transfer.
+    """Put all ranks of a job on one timeline and split waiting from transfer.
 
     Args:
-        source: a recorded trace, or a calibrated one, whose observed times are used again.
+        source: a recorded trace, or a calibrated one made from it, whose observed times are
+            used again; or the files of a slicing campaign.
         engine: see `prismcalib.propagate`.
         clock: `align` estimates offsets from the ends of matched operations, `keep` trusts
             the clocks as they are.
         max_residual_ns: refuse data whose ends disagree more than this (median).
         rules: who waits for whom; by default everybody for everybody.
+        slices: what to do with slices; without, the defaults of `SliceOptions`.
         verify: propagate with the other engines as well and compare.
+        advance: called with 1 for every slice file that is done.
 
     Raises:
-        MergeInputError: not a recorded run, rows without times, or times that cannot be.
+        MergeInputError: inputs that do not belong together, rows without times, or times that
+            cannot be.
+        StructureError: slices differ from the bare graph or from each other.
         CoverageError: ranks of the job are absent.
         MissingMemberError: an operation lacks members.
         ClockError: clocks cannot be related, or the result would contradict itself.
         CycleError: operations wait for each other in a circle.
     """
+    rules = rules or WaitRules()
+    files = _slice_files(source)
+    if files is not None:
+        calibrated, campaign_report = merge_slices(
+            files,
+            slices or SliceOptions(),
+            engine=engine,
+            clocks=Clocks(clock == "keep", max_residual_ns),
+            rules=rules,
+            check=_verify if verify else None,
+            advance=advance,
+        )
+        return MergeResult(
+            calibrated.header, calibrated.table(), campaign_report, calibrated.write_columns
+        )
+    if slices is not None and (slices.base is not None or slices.bare is not None):
+        raise MergeInputError(
+            "a bare graph or an earlier result goes with slices, but this is a whole run",
+            hint="leave out --bare and --base",
+        )
     trace = source if isinstance(source, Trace) else open_trace(source)
     rows = _observed(trace)
     require_all_ranks(rows, trace.header)
@@ -172,7 +235,6 @@ def merge(
     alignment = align_clocks(
         graph, rows, trace.header, keep=clock == "keep", max_residual_ns=max_residual_ns
     )
-    rules = rules or WaitRules()
     split = _split(apply_wait_rules(graph, rows, trace.header, rules), alignment)
     timing = propagate(split.graph, engine)
     late = slack(split.graph, timing, engine)
@@ -181,11 +243,20 @@ def merge(
 
     steps = critical_steps(split.graph, timing)
     report = _report(rows, graph.instances, split, timing, steps, alignment)
-    return MergeResult(
-        header=rules.note_in(_header(trace.header, report, alignment)),
-        nodes=_nodes(rows, split, timing, late, steps, alignment.origin_ns),
-        report=report,
-    )
+    header = rules.note_in(_header(trace.header, report, alignment))
+    nodes = _nodes(rows, split, timing, late, steps, alignment.origin_ns)
+    return MergeResult(header, nodes.lazy(), report, partial(write_beside, header, nodes, trace))
+
+
+def _slice_files(
+    source: Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+) -> Sequence[str | os.PathLike[str]] | None:
+    """The files of a slicing campaign; None if the source is a whole run."""
+    parts = (TraceKind.SLICE, TraceKind.BARE)
+    if isinstance(source, Trace):
+        return source.paths if source.paths and source.header.kind in parts else None
+    files = trace_files(source)
+    return files if read_header(files[0]).kind in parts else None
 
 
 def _observed(trace: Trace) -> pl.DataFrame:
@@ -193,12 +264,19 @@ def _observed(trace: Trace) -> pl.DataFrame:
     kind = trace.header.kind
     if kind not in (TraceKind.RECORDED, TraceKind.CALIBRATED):
         raise MergeInputError(
-            f"a {kind} trace cannot be merged yet; this version merges recorded runs",
+            f"a {kind} trace in memory cannot be merged",
             where=_place(trace),
-            hint="convert the profiler files of a real run with `prismtrace convert`",
+            hint="write it to a file and merge that",
         )
     rows = sorted_rows(trace)
     if kind == TraceKind.CALIBRATED:
+        if trace.header.extra.get("merge", {}).get("from") == "slices":
+            raise MergeInputError(
+                "the calibrated trace was made from slices, whose observed times have no common "
+                "clock",
+                where=_place(trace),
+                hint="merge the slices again, or new slices with this trace as --base",
+            )
         if not set(_OBSERVED.values()) <= set(rows.columns):
             raise MergeInputError(
                 "the calibrated trace does not hold the observed times it was made from",

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import polars as pl
 from pydantic import ValidationError as PydanticError
@@ -31,6 +31,7 @@ from prismtrace.errors import (
     ValidationError,
 )
 from prismtrace.output import atomic_output
+from prismtrace.ranks import parse_ranks
 from prismtrace.schema import (
     CALIBRATED_COLUMNS,
     FORMAT_VERSION,
@@ -47,6 +48,9 @@ __all__ = ["METADATA_KEY", "GroupTable", "Trace", "node_schema", "open_trace", "
 
 METADATA_KEY = "prismtrace"
 """Key of the header in the Parquet file metadata."""
+
+BESIDE_KEY = "prismtrace_beside"
+"""Key of the list of files that the columns of this file belong to; see `scan_nodes`."""
 
 ROW_GROUP_ROWS = 256 * 1024
 """Small enough that reading one rank of a big trace skips most of the file."""
@@ -362,13 +366,48 @@ def _check_version(version: str, where: str) -> None:
 
 
 def scan_nodes(path: Path, *, exact: bool = True) -> pl.LazyFrame:
-    """The node table of one file, lazily, with the columns of `node_schema`; see `open_trace`."""
+    """The node table of one file, lazily, with the columns of `node_schema`; see `open_trace`.
+
+    A file may hold only some columns (a merge writes the computed ones).  It lists the files
+    with the others; these are joined side by side, row by row.
+    """
     frame = pl.scan_parquet(path, glob=False)
     try:
         found = frame.collect_schema()
+        beside = pl.read_parquet_metadata(path).get(BESIDE_KEY)
     except (OSError, pl.exceptions.PolarsError) as error:
         raise InputFileError("not a readable Parquet file", where=str(path)) from error
+    if beside is not None:
+        frame = _join_beside(frame, found, json.loads(beside), path)
+        found = frame.collect_schema()
     return conform(frame, found, where=str(path), exact=exact)
+
+
+def _join_beside(
+    frame: pl.LazyFrame, found: pl.Schema, beside: dict[str, Any], path: Path
+) -> pl.LazyFrame:
+    """Columns of `frame` instead of or next to those of the files listed, in the order listed."""
+    parts = []
+    for entry in beside["files"]:
+        source = path.parent / entry["path"]
+        nodes = scan_nodes(source)
+        if nodes.select(pl.len()).collect().item() != entry["rows"]:
+            raise ValidationError(
+                f"{source.name} has changed since {path.name} was made from it",
+                where=str(path),
+                hint="merge again",
+            )
+        ranks = parse_ranks(entry["ranks"])
+        chosen = nodes.filter(pl.col("rank").is_between(min(ranks), max(ranks)))
+        if max(ranks) - min(ranks) + 1 > len(ranks):
+            chosen = chosen.filter(pl.col("rank").is_in(list(ranks)))
+        kept = chosen.collect_schema().names()
+        observed = {name: shown for name, shown in beside["observed"].items() if shown not in kept}
+        chosen = chosen.rename(observed).drop(
+            [name for name in found if name in kept], strict=False
+        )
+        parts.append(chosen)
+    return pl.concat([pl.concat(parts, how="diagonal"), frame], how="horizontal")
 
 
 def conform(

@@ -249,7 +249,7 @@ def test_clocks_that_nothing_connects_are_named(make_run):
 def test_traces_that_are_no_recorded_run_are_refused(make_run, kind):
     run = make_run()
     header = run.header.model_copy(update={"kind": kind})
-    with pytest.raises(MergeInputError, match=f"a {kind} trace cannot be merged yet"):
+    with pytest.raises(MergeInputError, match=f"a {kind} trace in memory cannot be merged"):
         merge(changed(run, header=header))
 
 

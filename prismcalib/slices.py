@@ -1,0 +1,538 @@
+"""Slices of a job, each measured in an execution of its own, become one timeline of all ranks.
+
+    files  --measure-->  durations, transfers, gaps  --place-->  one graph  --propagate-->  times
+
+Nothing but durations is taken from a slice.  When things happen follows from the graph of the
+whole job.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from prismcalib.assembly import Assembly, Values
+from prismcalib.build import node_text
+from prismcalib.calibrated import Calibrated, Piece
+from prismcalib.campaign import Campaign, Missing, Slice, open_campaign
+from prismcalib.errors import MergeInputError
+from prismcalib.graph import Graph
+from prismcalib.instances import Channels, members_of
+from prismcalib.measuring import SOURCES, Clocks, Execution, ExecutionReport, measure
+from prismcalib.propagation import Engine, Timing, critical_steps, propagate, slack
+from prismcalib.rows import ABSENT, Rows, ranks_text, read_rows, runs
+from prismcalib.samples import Reduce, combine, pool_steps
+from prismcalib.steady import StepTimes
+from prismcalib.structure import renamed, require_same_structure
+from prismcalib.waiting import WaitRules, apply_wait_rules, waiting_rows
+from prismtrace.schema import INDEX_BITS, ClockDomain, TraceHeader, TraceKind, TransferSource
+from prismtrace.trace import PathLike, Trace, scan_nodes
+
+__all__ = ["SliceOptions", "SlicesReport", "merge_slices"]
+
+_RANKS_AT_ONCE = 64
+_NONE = SOURCES.index(TransferSource.NONE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceOptions:
+    """How slices are merged; the flags of `prismcalib merge` that concern slices.
+
+    Attributes:
+        bare: the job without times; slices are checked against it.
+        base: an earlier result, whose other ranks are kept.
+        reduce: how several samples of one row become one.
+        pool_steps: samples of the same operation in several steps are reduced too.
+        warmup: first steps that count neither in pools nor in the step time.
+        missing: what to do about ranks that no slice measured.
+        unfold: give ranks that symmetry maps to others rows of their own.
+        jobs: files read at once; 0: one per core.
+    """
+
+    bare: Trace | PathLike | None = None
+    base: Trace | PathLike | None = None
+    reduce: Reduce = "median"
+    pool_steps: bool = False
+    warmup: int = 1
+    missing: Missing = "fail"
+    unfold: bool = False
+    jobs: int = 0
+
+
+@dataclass(frozen=True)
+class SlicesReport:
+    """What merging slices found and did; times in ns, ranks as text.
+
+    Attributes:
+        ranks, rows, instances: size of the result.
+        slices, executions: slices, and files with repeats.
+        before_ns: longest step that any slice saw by itself, before alignment.
+        step_ns: the step after alignment: median of the steps after warm-up.
+        steps_ns: every step.
+        propagated_ns: first start to last end.
+        wait_ns, transfer_ns: sums over all members of instances.
+        sources: members by where their transfer comes from.
+        late_virtual: samples of transfers dropped because a virtual rank came last.
+        unknown_transfers: members without any other sample; kept as observed.
+        gaps_ns: idle time kept as lags, sum over rows.
+        gaps_on_critical_path_ns: the part that the whole job waits for.
+        overlap_clamps, transfer_clamps, clamped_ns: rows that started before a dependency
+            ended, members that ended before the last member started, and the time of both.
+        chained: rows that the end of the step before had to release.
+        unmatched: communications that wait for nobody.
+        checked_against: what the structure was compared with.
+        resized: all_to_all whose size differs from the bare graph's.
+        kept, folded, twins, untimed: ranks from the base; ranks another stands for; ranks
+            with another's durations; ranks without durations.
+        reduce, pooled, warmup: how samples were reduced.
+        executions_seen: the files, one by one.
+    """
+
+    ranks: int
+    rows: int
+    instances: int
+    slices: int
+    executions: int
+    before_ns: int
+    step_ns: int
+    steps_ns: tuple[int, ...]
+    propagated_ns: int
+    wait_ns: int
+    transfer_ns: int
+    sources: dict[str, int]
+    late_virtual: int
+    unknown_transfers: int
+    gaps_ns: int
+    gaps_on_critical_path_ns: int
+    overlap_clamps: int
+    transfer_clamps: int
+    clamped_ns: int
+    chained: int
+    unmatched: int
+    checked_against: str
+    resized: int
+    kept: str
+    folded: str
+    twins: str
+    untimed: str
+    reduce: str
+    pooled: bool
+    warmup: int
+    executions_seen: tuple[ExecutionReport, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON values (lists, not tuples)."""
+        fields: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return fields
+
+
+def merge_slices(
+    paths: Sequence[PathLike],
+    options: SliceOptions,
+    *,
+    engine: Engine = "auto",
+    clocks: Clocks,
+    rules: WaitRules,
+    check: Callable[[Graph, Timing, NDArray[np.int64]], None] | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> tuple[Calibrated, SlicesReport]:
+    """Merge the files of a campaign; see `prismcalib.merge` for arguments and errors.
+
+    `check` is called with the propagated result, `advance` with every file done.
+    """
+    campaign = open_campaign(
+        paths,
+        bare=options.bare,
+        base=options.base,
+        missing=options.missing,
+        unfold=options.unfold,
+    )
+    work = _Work(campaign, options, clocks)
+    for part, executions in work.executions():
+        work.add(part, executions)
+        advance(len(executions))
+    work.add_kept()
+    work.add_untimed()
+    graph = work.assembly.graph(work.label)
+    instances = graph.instances
+    if rules:
+        result = work.result(graph, _no_timing(graph), np.zeros(graph.rows, np.bool_))
+        columns = ["rank", "kind", "group", "seq", "peer", "bytes"]
+        rows = result.table()
+        extra = [name for name in ("x_send_bytes",) if name in result.schema]
+        graph = apply_wait_rules(
+            graph, rows.select(*columns, *extra).collect(), campaign.header, rules
+        )
+    timing = propagate(graph, engine)
+    late = slack(graph, timing, engine)
+    if check is not None:
+        check(graph, timing, late)
+    steps = critical_steps(graph, timing)
+    critical = np.zeros(graph.rows, np.bool_)
+    critical[[reached for reached, _ in steps]] = True
+    report = work.report(graph, instances, timing, steps)
+    result = work.result(graph, timing, critical, late)
+    return replace(result, header=rules.note_in(work.header(report))), report
+
+
+class _Work:
+    """State of one merge while files come in."""
+
+    def __init__(self, campaign: Campaign, options: SliceOptions, clocks: Clocks) -> None:
+        self.campaign = campaign
+        self.options = options
+        self.clocks = clocks
+        self.twins = dict(campaign.twins)
+        self.assembly = Assembly(self._counts(), Channels(campaign.header, campaign.place))
+        self.pieces: list[Piece] = []
+        self.seen: list[ExecutionReport] = []
+        self.resized = 0
+        self.unmatched = 0
+        self._piece_of: dict[int, Piece] = {}
+
+    # Plan -------------------------------------------------------------------------------
+
+    def _counts(self) -> dict[int, int]:
+        """Rows of every rank of the result."""
+        counts: dict[int, int] = {}
+        for part in self.campaign.slices:
+            nodes = scan_nodes(part.files[0])
+            counts |= _rank_counts(nodes, part.real_ranks, str(part.files[0]))
+        if self.campaign.base is not None and self.campaign.kept:
+            counts |= _rank_counts(self.campaign.base.nodes, self.campaign.kept, "base")
+        if self.campaign.bare is not None and self.campaign.untimed:
+            counts |= _rank_counts(self.campaign.bare.nodes, self.campaign.untimed, "bare graph")
+        return counts | {twin: counts[like] for twin, like in self.twins.items()}
+
+    # Reading ----------------------------------------------------------------------------
+
+    def executions(self) -> Iterator[tuple[Slice, list[Execution]]]:
+        """All executions of every slice, in order; files ahead are read meanwhile."""
+        jobs = self.options.jobs or _cores()
+        with ThreadPoolExecutor(jobs) as pool:
+            waiting: list[tuple[Slice, list[Future[Execution]]]] = []
+            try:
+                for part in self.campaign.slices:
+                    futures = [
+                        pool.submit(
+                            measure,
+                            path,
+                            replace_header(header, self.campaign.header),
+                            self.clocks,
+                            self.options.warmup,
+                        )
+                        for path, header in zip(part.files, part.headers, strict=True)
+                    ]
+                    waiting.append((part, futures))
+                    if len(waiting) > jobs:
+                        yield _done(*waiting.pop(0))
+                while waiting:
+                    yield _done(*waiting.pop(0))
+            finally:
+                for _, futures in waiting:
+                    for future in futures:
+                        future.cancel()
+
+    def add(self, part: Slice, executions: list[Execution]) -> None:
+        """Reduce the executions of a slice, check their structure, put them in place."""
+        header = self.campaign.header
+        first = executions[0]
+        for path, other in zip(part.files[1:], executions[1:], strict=True):
+            names = (part.files[0].name, path.name)
+            require_same_structure(first.rows, other.rows, names, header, str(path))
+        bare = self._bare_rows(part.real_ranks)
+        if bare is not None:
+            names = ("the bare graph", part.files[0].name)
+            where = str(part.files[0])
+            self.resized += require_same_structure(bare, first.rows, names, header, where)
+        samples = [execution.values for execution in executions]
+        if self.options.pool_steps:
+            values = pool_steps(first.rows, samples, self.options.reduce, self.options.warmup)
+        else:
+            values = combine(samples, self.options.reduce)
+        self.assembly.place(first.rows, first.members, values)
+        self.unmatched += _unmatched(first.rows)
+        self.seen += [execution.report for execution in executions]
+        self._note(Piece(part.files[0], scan_nodes(part.files[0]), part.real_ranks))
+        here = set(part.real_ranks)
+        for twin, like in self.twins.items():
+            if like in here:
+                self._add_twin(twin, like, first.rows, values, part.files[0])
+
+    def _add_twin(self, twin: int, like: int, rows: Rows, values: Values, path: Path) -> None:
+        """Give a rank the durations of another."""
+        header, bare = self.campaign.header, self.campaign.bare
+        first, last = next((a, b) for rank, a, b in rows.rank_runs if rank == like)
+        part = slice(first, last)
+        optional = ("gap", "release", "spread")
+        own = replace(
+            values,
+            duration=values.duration[part],
+            source=values.source[part],
+            **{
+                name: None if getattr(values, name) is None else getattr(values, name)[part]
+                for name in optional
+            },
+        )
+        if bare is not None and twin in set(bare.header.ranks):
+            mine = read_rows(bare.nodes, header, "the bare graph", ranks=[twin])
+            self._note(Piece(_single(bare), bare.nodes, (twin,), observed=False))
+        else:
+            symmetry = header.symmetry or {}
+            mine = renamed(rows.cut(first, last), twin, header, symmetry)
+            nodes = scan_nodes(path).filter(pl.col("rank") == like)
+            rename = partial(_rename, rows=mine, header=header)
+            self._note(Piece(path, nodes, (twin,), rename=rename, observed=False))
+        self.assembly.place(mine, members_of(mine, header), own)
+        self.unmatched += _unmatched(mine)
+
+    def add_kept(self) -> None:
+        """Ranks of the base: durations as they were merged then."""
+        base = self.campaign.base
+        if base is None or not self.campaign.kept:
+            return
+        header, where = base.header, _place(base)
+        origin = base.nodes.select(pl.col("start_ns").min()).collect().item()
+        for ranks in _some_at_once(self.campaign.kept):
+            rows = read_rows(base.nodes, header, where, ranks=ranks)
+            members = members_of(rows, header)
+            duration = rows.dur.copy()
+            known = rows.member & (rows.transfer >= 0)
+            duration[known] = rows.transfer[known]
+            roots = np.diff(rows.offsets) == 0
+            source = np.full(len(rows), ABSENT, np.uint8)
+            source[members.row] = np.where(
+                rows.source[members.row] == ABSENT, np.uint8(_NONE), rows.source[members.row]
+            )
+            values = Values(
+                duration=duration,
+                source=source,
+                release=np.where(roots, rows.start - origin, 0),
+            )
+            self.assembly.place(rows, members, values)
+            self.unmatched += _unmatched(rows)
+        self._note(Piece(_single(base), base.nodes, self.campaign.kept, own=True))
+
+    def add_untimed(self) -> None:
+        """Ranks of the bare graph, which take no time."""
+        bare = self.campaign.bare
+        if bare is None or not self.campaign.untimed:
+            return
+        for ranks in _some_at_once(self.campaign.untimed):
+            rows = read_rows(bare.nodes, bare.header, _place(bare), ranks=ranks)
+            members = members_of(rows, bare.header)
+            source = np.full(len(rows), ABSENT, np.uint8)
+            source[members.row] = _NONE
+            nothing = np.zeros(len(rows), np.int64)
+            self.assembly.place(rows, members, Values(duration=nothing, source=source))
+            self.unmatched += _unmatched(rows)
+        piece = Piece(_single(bare), bare.nodes, self.campaign.untimed, observed=False)
+        self._note(piece)
+
+    def _bare_rows(self, ranks: Sequence[int]) -> Rows | None:
+        """What the bare graph, or the base, says about some ranks."""
+        graph = self.campaign.bare or self.campaign.base
+        if graph is None or not set(ranks) <= set(graph.header.ranks):
+            return None
+        return read_rows(graph.nodes, self.campaign.header, _place(graph), ranks=ranks)
+
+    def _note(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+        self._piece_of.update(dict.fromkeys(piece.ranks, piece))
+
+    # Results ----------------------------------------------------------------------------
+
+    def label(self, row: int) -> str:
+        """Names a row in error texts."""
+        rank = self.assembly.rank_of(row)
+        index = row - self.assembly.base[rank]
+        piece = self._piece_of[rank]
+        table = piece.read([rank]).filter((pl.col("rank") == rank) & (pl.col("index") == index))
+        names = {group.id: group.name for group in self.campaign.header.groups}
+        source = f" ({piece.path.name})" if piece.path else ""
+        return node_text(table.row(0, named=True), names) + source
+
+    def result(
+        self,
+        graph: Graph,
+        timing: Timing,
+        critical: NDArray[np.bool_],
+        late: NDArray[np.int64] | None = None,
+    ) -> Calibrated:
+        """The table of the job."""
+        return Calibrated(
+            header=self.campaign.header,
+            pieces=tuple(self.pieces),
+            assembly=self.assembly,
+            graph=graph,
+            timing=timing,
+            slack=np.zeros(0, np.int64) if late is None else late,
+            critical=critical,
+            synced=waiting_rows(graph),
+            chained=any(report.chained for report in self.seen),
+        )
+
+    def report(
+        self, graph: Graph, instances: int, timing: Timing, steps: list[tuple[int, int]]
+    ) -> SlicesReport:
+        """What happened, in numbers."""
+        campaign, options, seen = self.campaign, self.options, self.seen
+        ends = self.assembly.step_runs().ends(timing.end_ns)
+        first, last = int(timing.start_ns.min()), int(timing.end_ns.max())
+        times = StepTimes.between(first, list(ends.values()), last)
+        source = np.bincount(self.assembly.source, minlength=256)
+        synced = waiting_rows(graph)
+        gaps = [
+            int(timing.start_ns[reached] - timing.end_ns[left])
+            for (_, left), (reached, _) in pairwise(steps)
+        ]
+        waits = int(timing.end_ns.sum()) - int(graph.duration_ns.sum()) - int(timing.start_ns.sum())
+        sources = {SOURCES[code].value: int(source[code]) for code in range(len(SOURCES))}
+        against = "the bare graph" if campaign.bare else "the base" if campaign.base else None
+        return SlicesReport(
+            ranks=len(self.assembly.ranks),
+            rows=graph.rows,
+            instances=instances,
+            slices=len(campaign.slices),
+            executions=len(seen),
+            before_ns=max(report.step_ns for report in seen),
+            step_ns=times.steady_ns(options.warmup),
+            steps_ns=times.durations_ns,
+            propagated_ns=timing.makespan_ns,
+            wait_ns=waits,
+            transfer_ns=int(graph.duration_ns[synced].sum()),
+            sources={name: count for name, count in sources.items() if count},
+            late_virtual=sum(report.late_virtual for report in seen),
+            unknown_transfers=int(source[_NONE]),
+            gaps_ns=self.assembly.gaps_ns,
+            gaps_on_critical_path_ns=sum(gaps),
+            overlap_clamps=sum(report.overlap_clamps for report in seen),
+            transfer_clamps=sum(report.transfer_clamps for report in seen),
+            clamped_ns=sum(report.clamped_ns for report in seen),
+            chained=sum(report.chained for report in seen),
+            unmatched=self.unmatched,
+            checked_against=against or "one another",
+            resized=self.resized,
+            kept=ranks_text(campaign.kept),
+            folded=ranks_text(rank for rank, _ in campaign.folded),
+            twins=ranks_text(self.twins),
+            untimed=ranks_text(campaign.untimed),
+            reduce=options.reduce,
+            pooled=options.pool_steps,
+            warmup=options.warmup,
+            executions_seen=tuple(seen),
+        )
+
+    def header(self, report: SlicesReport) -> TraceHeader:
+        """The header of the result."""
+        policies: Counter[str] = Counter()
+        sources: set[str] = set()
+        for part in self.campaign.slices:
+            for header in part.headers:
+                policies.update(header.policies)
+                sources.update(header.sources)
+        policies.update(
+            {
+                "merge.overlap-clamped": report.overlap_clamps,
+                "merge.transfer-clamped": report.transfer_clamps,
+                "merge.unmatched-kept": report.unmatched,
+                "merge.late-virtual-dropped": report.late_virtual,
+                "merge.steps-chained": report.chained,
+            }
+        )
+        first = self.campaign.header
+        ranks = tuple(self.assembly.ranks)
+        return first.model_copy(
+            update={
+                "kind": TraceKind.CALIBRATED,
+                "ranks": ranks,
+                "slice": None,
+                "clock": (ClockDomain(id=0, ranks=ranks, source="propagated", offset_ns=0),),
+                "symmetry": self.campaign.place or None,
+                "sources": tuple(sorted(sources)),
+                "policies": dict(sorted(policies.items())),
+                "extra": {**first.extra, "merge": {"from": "slices", **report.as_dict()}},
+            }
+        )
+
+
+def replace_header(own: TraceHeader, job: TraceHeader) -> TraceHeader:
+    """A slice's header with the job's groups object, so that positions agree."""
+    return own if own.groups is job.groups else own.model_copy(update={"groups": job.groups})
+
+
+def _done(part: Slice, futures: list[Future[Execution]]) -> tuple[Slice, list[Execution]]:
+    return part, [future.result() for future in futures]
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _rank_counts(nodes: pl.LazyFrame, ranks: Sequence[int], where: str) -> dict[int, int]:
+    column = nodes.select("rank").collect()["rank"].to_numpy()
+    counts: Counter[int] = Counter()
+    for first, last in runs(column):
+        counts[int(column[first])] += last - first
+    absent = set(ranks) - set(counts)
+    if absent:
+        raise MergeInputError(
+            f"there are no rows of ranks {ranks_text(absent)}",
+            where=where,
+            hint="the file was cut short; record this slice again",
+        )
+    return {rank: counts[rank] for rank in ranks}
+
+
+def _some_at_once(ranks: Sequence[int]) -> Iterator[Sequence[int]]:
+    for at in range(0, len(ranks), _RANKS_AT_ONCE):
+        yield ranks[at : at + _RANKS_AT_ONCE]
+
+
+def _unmatched(rows: Rows) -> int:
+    return int(((rows.group >= 0) & (rows.seq < 0)).sum())
+
+
+def _rename(table: pl.DataFrame, *, rows: Rows, header: TraceHeader) -> pl.DataFrame:
+    """The node table of a rank with rank, group and peer of another, given as `rows`."""
+    ids = np.array([group.id for group in header.groups] + [-1])
+    group, peer = pl.Series(ids[rows.group]), pl.Series(rows.peer)
+    rank = int(rows.rank[0])
+    changed = {
+        "rank": pl.lit(rank, pl.Int32),
+        "id": (pl.lit(rank, pl.Int64) * (1 << INDEX_BITS)) + pl.col("index").cast(pl.Int64),
+        "group": pl.when(group >= 0).then(group).cast(pl.Int32),
+        "peer": pl.when(peer >= 0).then(peer).cast(pl.Int32),
+    }
+    ordered = table.sort("index", maintain_order=True)
+    return ordered.with_columns(
+        **{name: value for name, value in changed.items() if name in table.columns}
+    )
+
+
+def _single(trace: Trace) -> Path | None:
+    return trace.paths[0] if len(trace.paths) == 1 else None
+
+
+def _place(trace: Trace) -> str:
+    return ", ".join(str(path) for path in trace.paths) or f"the {trace.header.kind} trace"
+
+
+def _no_timing(graph: Graph) -> Timing:
+    nothing = np.zeros(graph.rows, np.int64)
+    return Timing(
+        start_ns=nothing, end_ns=nothing, duration_ns=graph.duration_ns, order=np.empty(0, np.int32)
+    )

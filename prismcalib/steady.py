@@ -1,0 +1,113 @@
+"""Steps: chained one behind the other, and how long one lasts once things have settled.
+
+A rank begins a step when it has ended the step before.  Usually the rows say so themselves;
+where a recording has no edge across the boundary, `chain_steps` adds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median_low
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from prismcalib.graph import Int32Array, Int64Array
+from prismcalib.rows import list_lengths, list_values, runs
+
+__all__ = ["StepTimes", "chain_steps", "steps_of"]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Duration of every step in ns; one entry, the whole window, if there are no steps.
+
+    A step lasts from the end of the step before (the first: from the first start) to its own
+    last end, over all ranks.
+    """
+
+    durations_ns: tuple[int, ...]
+
+    @classmethod
+    def between(cls, begin_ns: int, ends_ns: list[int], last_ns: int) -> StepTimes:
+        """From the first start and the ends of the steps, or the last end if there are none."""
+        bounds = [begin_ns, *(ends_ns or [last_ns])]
+        return cls(tuple(end - start for start, end in pairwise(bounds)))
+
+    def steady_ns(self, warmup: int) -> int:
+        """Median of the steps after the first `warmup`, at least of the last one."""
+        return median_low(self.durations_ns[warmup:] or self.durations_ns[-1:])
+
+
+def steps_of(step: Int32Array, start: Int64Array, end: Int64Array) -> StepTimes:
+    """Step times of rows whose times lie on one clock."""
+    marked = np.unique(step[step >= 0])
+    ends = [int(end[step == number].max()) for number in marked]
+    return StepTimes.between(int(start.min()), ends, int(end.max()))
+
+
+def chain_steps(table: pl.DataFrame) -> tuple[pl.DataFrame, int]:
+    """Let rows that depend on nothing wait for the rank's step before; returns how many.
+
+    `table` holds whole ranks in (rank, index) order.  Rows of a rank's first step stay as
+    they are.
+    """
+    rank, step = table["rank"].to_numpy(), table["step"].fill_null(-1).to_numpy()
+    if not len(step) or step.max() <= step[0] == step.min():
+        return table, 0
+    counts = list_lengths(table["deps"])
+    free = np.flatnonzero((counts == 0) & (step >= 0))
+    bounds = runs(rank)
+    firsts = np.array([first for first, _ in bounds])
+    lowest = np.minimum.reduceat(np.where(step < 0, np.iinfo(step.dtype).max, step), firsts)
+    first_step = lowest[np.searchsorted(firsts, free, side="right") - 1]
+    free = free[step[free] > first_step]
+    if not len(free):
+        return table, 0
+    last_rows = _last_rows(rank, step, counts, list_values(table["deps"]), free)
+    added = pl.DataFrame(
+        {
+            "row": free,
+            "added": [sorted(int(row - last) for last in last_rows[row]) for row in free.tolist()],
+        },
+        schema={"row": pl.UInt32, "added": pl.List(pl.UInt32)},
+    )
+    chained = (
+        table.with_row_index("row")
+        .join(added, on="row", how="left", maintain_order="left")
+        .with_columns(
+            deps=pl.coalesce("added", "deps"),
+            lag_ns=pl.when(pl.col("added").is_null()).then("lag_ns"),
+        )
+        .drop("row", "added")
+    )
+    return chained, len(free)
+
+
+def _last_rows(
+    rank: NDArray[np.int32],
+    step: NDArray[np.int32],
+    counts: Int64Array,
+    distance: Int64Array,
+    free: NDArray[np.int64],
+) -> dict[int, list[int]]:
+    """Of every row in `free`, the rows of its rank's step before that nothing of it follows."""
+    owner = np.repeat(np.arange(len(rank)), counts)
+    followed = np.zeros(len(rank), np.bool_)
+    dep = owner - distance
+    followed[dep[step[dep] == step[owner]]] = True
+    key = np.flatnonzero((np.diff(rank, prepend=-1) != 0) | (np.diff(step, prepend=-2) != 0))
+    result: dict[int, list[int]] = {}
+    known: dict[int, list[int]] = {}
+    for row in free.tolist():
+        block = int(np.searchsorted(key, row, side="right")) - 1
+        before = block - 1
+        while before > 0 and step[key[before]] < 0:
+            before -= 1
+        if before not in known:
+            rows = np.arange(key[before], key[before + 1])
+            known[before] = rows[~followed[rows]].tolist()
+        result[row] = known[before]
+    return result
