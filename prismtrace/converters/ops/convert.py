@@ -168,7 +168,7 @@ def _nodes(operations: Operations, links: Links, instances: Instances) -> pl.Dat
         "name": by_operation("name", list(operations.names)),
         "stream": links.stream.astype(np.int16),
         "batch": optional("batch", links.batch),
-        "step": operations.steps[step].astype(np.int32),
+        "step": operations.steps.astype(np.int32)[step],
         "microbatch": optional("microbatch", operations.microbatch),
         "phase": by_operation("phase", [rule.phase.value for rule in rules]),
         "group": optional("group", instances.group),

@@ -56,7 +56,10 @@ def match_operations(operations: Operations, streams: list[Int64Array]) -> Insta
     seq = np.full(operations.rows, -1, np.int64)
     peer = np.full(operations.rows, -1, np.int64)
     ready = np.full(operations.rows, -1, np.int64)
-    collectives = np.sort(np.concatenate([*streams[:2]]))
+    talking = np.array(
+        [rule.kind.is_communication and not rule.kind.is_p2p for rule in operations.rules]
+    )
+    collectives = np.flatnonzero(talking[operations.operation])
     collectives = _grouped(operations, collectives, book, group)
     instances = _match_collectives(operations, collectives, group, seq, ready, book)
     pairs = 0

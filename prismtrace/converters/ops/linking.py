@@ -106,7 +106,7 @@ def link_operations(operations: Operations) -> Links:
     chains = _Chains(rows, _before(operations, rows, counts))
     found = [chains.before, np.full(operations.rows, -1), np.full(operations.rows, -1)]
     last_computation = _latest(chains, _COMPUTE, operations.rows)
-    batch, coalesced = _coalesced(operations, chains)
+    batch, coalesced = _coalesced(operations, stream)
 
     for number in (3, 5):
         receives = rows[number]
@@ -164,9 +164,11 @@ def _ended(
         found[early] = chains.before[found[early]]
 
 
-def _coalesced(operations: Operations, chains: _Chains) -> tuple[Int64Array, NDArray[np.bool_]]:
+def _coalesced(
+    operations: Operations, stream: NDArray[np.uint8]
+) -> tuple[Int64Array, NDArray[np.bool_]]:
     """Sends and receives that one launch made: they have the same start and the same end."""
-    p2p = np.sort(np.concatenate(chains.rows[2:]))
+    p2p = np.flatnonzero(stream > _COLLECTIVE)
     here, previous = p2p[1:], p2p[:-1]
     together = (
         (operations.start_ns[here] == operations.start_ns[previous])
@@ -291,13 +293,14 @@ def _distances(
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
     """Distances back to the found rows, each once, the existing ones first."""
     row = np.arange(operations.rows)
-    back = [np.where(source >= 0, row - source, 0).astype(np.uint32) for source in found]
-    back[1][back[1] == back[0]] = 0
-    back[2][(back[2] == back[0]) | (back[2] == back[1])] = 0
     deps = np.zeros((operations.rows, _MOST_DEPS), np.uint32)
-    count = np.zeros(operations.rows, np.uint8)
-    for distance in back:
-        given = np.flatnonzero(distance)
-        deps[given, count[given]] = distance[given]
-        count[given] += 1
-    return deps, count
+    for slot, source in enumerate(found):
+        np.subtract(row, source, out=deps[:, slot], casting="unsafe", where=source >= 0)
+    first, second, third = (deps[:, slot] for slot in range(_MOST_DEPS))
+    second[second == first] = 0
+    third[(third == first) | (third == second)] = 0
+    for slot in (1, 0, 1):  # moves each distance to the front, past empty places
+        gap = np.flatnonzero((deps[:, slot] == 0) & (deps[:, slot + 1] != 0))
+        deps[gap, slot] = deps[gap, slot + 1]
+        deps[gap, slot + 1] = 0
+    return deps, (deps != 0).sum(axis=1, dtype=np.uint8)

@@ -82,8 +82,8 @@ class Operations:
         segment: int64[n], ``rank * S + position of the step``; does not decrease.
         operation: uint8[n] operation code.
         start_ns, end_ns: int64[n].
-        chunk: int64[n], 0 where the log has none.
-        microbatch: int64[n], -1 where the log has none.
+        chunk: int[n], 0 where the log has none.
+        microbatch: int[n], -1 where the log has none.
         sampled: steps are samples that nothing connects.
     """
 
@@ -95,8 +95,8 @@ class Operations:
     operation: NDArray[np.uint8]
     start_ns: Int64Array
     end_ns: Int64Array
-    chunk: Int64Array
-    microbatch: Int64Array
+    chunk: IntArray
+    microbatch: IntArray
     has_chunks: bool
     sampled: bool
 
@@ -135,46 +135,45 @@ def read_operations(paths: Sequence[Path], mapping: ColumnMapping) -> Operations
         raise InputFileError("the log has no rows", where=str(paths[0]))
     names, codes = _operation_codes(table, mapping, paths[0])
     rules = tuple(mapping.operations[name] for name in names)
-    cell_rank, grid = _grid(table)
+    rank, grid = _grid(table)
     steps, step = _dense(table, "step")
-    segment = cell_rank * len(steps) + step
-    start, end = table["start"].to_numpy(), table["end"].to_numpy()
+    # Times within the step are small: sorting them takes fewer bits.
+    within, length = table["start"].to_numpy(), table["end"].to_numpy()
     sampled = mapping.time.origin is Origin.STEP
-    within, shift = start, np.zeros(1, np.int64)
+    origin = np.zeros(len(steps), np.int64)
     if sampled:
         # Laid out one after the other, in the order of their numbers.
-        length = np.zeros(len(steps), np.int64)
-        np.maximum.at(length, step, end)
-        shift = np.concatenate([[0], np.cumsum(length)])[step]
+        np.maximum.at(origin, step, length)
+        origin = np.concatenate([[0], np.cumsum(origin)[:-1]])
     else:
-        first = np.full(len(steps), start.max())
-        np.minimum.at(first, step, start)
-        within = start - first[step]
+        origin += within.max()
+        np.minimum.at(origin, step, within)
+        within = within - origin[step]
+    segment = rank * np.int64(len(steps)) + step
     order = _issue_order(segment, within, rules, codes)
-    start, end = start + shift, end + shift
-    whole = {
-        name: table[name].to_numpy() if name in table.columns else None
-        for name in ("chunk", "microbatch")
-    }
+    segment = segment[order]
+    start = origin[segment % len(steps)]
+    start += within[order]
+    duration = table["end"].to_numpy() - table["start"].to_numpy()
 
-    def ordered(values: Any, missing: int) -> Int64Array:
-        if values is None:
-            return np.full(len(order), missing, np.int64)
-        kept: Int64Array = values[order].astype(np.int64)
-        return np.where(kept < 0, missing, kept) if missing >= 0 else kept
+    def ordered(name: str, missing: int) -> IntArray:
+        if name not in table.columns:
+            return np.full(len(order), missing, np.int16)
+        values: IntArray = table[name].to_numpy()[order]
+        return np.maximum(values, np.array(missing, values.dtype))
 
     return Operations(
         names=names,
         rules=rules,
         grid=grid,
         steps=steps,
-        segment=segment[order],
+        segment=segment,
         operation=codes[order],
-        start_ns=start[order],
-        end_ns=end[order],
-        chunk=ordered(whole["chunk"], 0),
-        microbatch=ordered(whole["microbatch"], -1),
-        has_chunks=whole["chunk"] is not None,
+        start_ns=start,
+        end_ns=start + duration[order],
+        chunk=ordered("chunk", 0),
+        microbatch=ordered("microbatch", -1),
+        has_chunks="chunk" in table.columns,
         sampled=sampled,
     )
 
@@ -265,6 +264,8 @@ def _check_values(table: pl.DataFrame, path: Path) -> None:
         problems[f"has no or a negative {name}"] = pl.col(name) < 0
         if name != "step":
             problems[f"has an absurd {name}"] = pl.col(name).cast(pl.Int64) > _LARGEST_NUMBER
+    if _looks_right(table, numbers):
+        return
     counts = table.select(
         rule.sum().alias(str(number)) for number, rule in enumerate(problems.values())
     ).row(0)
@@ -277,13 +278,41 @@ def _check_values(table: pl.DataFrame, path: Path) -> None:
             )
 
 
+def _looks_right(table: pl.DataFrame, numbers: list[str]) -> bool:
+    """The same rules over smallest and largest values: much faster, but cannot tell the row."""
+    duration = pl.col("end") - pl.col("start")
+    if any(table.null_count().row(0)):
+        return False
+    start, shortest, longest, *rest = table.select(
+        pl.col("start").min(),
+        shortest=duration.min(),
+        longest=duration.max(),
+        **{f"low_{name}": pl.col(name).min() for name in numbers},
+        **{f"high_{name}": pl.col(name).max() for name in numbers if name != "step"},
+    ).row(0)
+    return bool(
+        start >= 0
+        and shortest >= 0
+        and longest <= _LONGEST_NS
+        and min(rest, default=0) >= 0
+        and all(high <= _LARGEST_NUMBER for high in rest[len(numbers) :])
+    )
+
+
 def _operation_codes(
     table: pl.DataFrame, mapping: ColumnMapping, path: Path
 ) -> tuple[tuple[str, ...], NDArray[np.uint8]]:
     text = table["operation"]
-    if text.dtype == pl.String or not isinstance(text.dtype, pl.Categorical):
+    if not isinstance(text.dtype, pl.Categorical):
         text = text.cast(pl.String).cast(pl.Categorical)
-    names = sorted(text.unique().cast(pl.String))
+    physical = text.to_physical().to_numpy()
+    seen = np.zeros(int(physical.max()) + 1, np.bool_)
+    seen[physical] = True
+    present = np.flatnonzero(seen)
+    first = np.zeros(len(seen), np.int64)
+    first[physical[::-1]] = np.arange(len(physical))[::-1]
+    spelled = text.gather(first[present]).cast(pl.String).to_list()
+    names = sorted(spelled)
     unknown = [name for name in names if name not in mapping.operations]
     if unknown:
         example = f'[operations."{unknown[0]}"]\nkind = "compute"\nphase = "forward"'
@@ -294,66 +323,86 @@ def _operation_codes(
         )
     if len(names) > 2**8:
         raise SourceFormatError(f"{len(names)} different operations; at most 256", where=str(path))
-    physical = text.to_physical().to_numpy()
-    table_of_codes = np.zeros(int(physical.max()) + 1, np.uint8)
-    present = text.unique()
     code = {name: number for number, name in enumerate(names)}
-    numbers = [code[name] for name in present.cast(pl.String)]
-    table_of_codes[present.to_physical().to_numpy()] = numbers
+    table_of_codes = np.zeros(len(seen), np.uint8)
+    table_of_codes[present] = [code[name] for name in spelled]
     return tuple(names), table_of_codes[physical]
 
 
 # --- ranks and order --------------------------------------------------------------------------
 
 
-def _dense(table: pl.DataFrame, column: str) -> tuple[Int64Array, Int64Array]:
-    """The distinct values of a column in ascending order, and each row's position in them."""
+def _dense(table: pl.DataFrame, column: str) -> tuple[Int64Array, IntArray]:
+    """The distinct values of a column in ascending order, and int32[n] positions in them."""
     if column not in table.columns:
-        return np.zeros(1, np.int64), np.zeros(table.height, np.int64)
-    values = table[column].to_numpy().astype(np.int64)
+        return np.zeros(1, np.int64), np.zeros(table.height, np.int32)
+    values = table[column].to_numpy()
     low, high = int(values.min()), int(values.max())
     if high - low > max(_LARGEST_NUMBER, 4 * len(values)):
         distinct, position = np.unique(values, return_inverse=True)
-        return distinct, position.astype(np.int64)
+        return distinct.astype(np.int64), position.astype(np.int32)
+    if low:
+        values = (
+            values - low if high - low <= np.iinfo(values.dtype).max else values - np.int64(low)
+        )
     seen = np.zeros(high - low + 1, np.bool_)
-    seen[values - low] = True
-    position = np.cumsum(seen) - 1
-    return np.flatnonzero(seen) + low, position[values - low]
+    seen[values] = True
+    position = np.cumsum(seen, dtype=np.int32) - np.int32(1)
+    return np.flatnonzero(seen) + low, position[values]
 
 
-def _grid(table: pl.DataFrame) -> tuple[Int64Array, RankGrid]:
-    """Rank of every row, counted from 0, and where the ranks sit.
+def _grid(table: pl.DataFrame) -> tuple[IntArray, RankGrid]:
+    """int32[n] rank of every row, counted from 0, and where the ranks sit.
 
     Ranks keep the order of their numbers in the log; without numbers tensor-parallel ranks
     count fastest, then data-parallel ones, then stages.
     """
-    number, rank = _dense(table, "rank") if "rank" in table.columns else (None, None)
-    stage = _dense(table, "stage")[1]
-    tp = _dense(table, "tp_rank")[1]
-    if "dp_rank" in table.columns:
-        dp = _dense(table, "dp_rank")[1]
-    elif number is None or rank is None:
-        dp = np.zeros(table.height, np.int64)
+    stages, stage = _dense(table, "stage")
+    lanes, lane = _dense(table, "tp_rank")
+    if "rank" in table.columns:
+        number, rank = _dense(table, "rank")
+        places = [_place_of_rank(number, rank, index) for index in (stage, lane)]
+        if "dp_rank" in table.columns:
+            replicas, replica = _dense(table, "dp_rank")
+            places.append(_place_of_rank(number, rank, replica))
+        else:
+            places.append(_position_in_team(places[0] * len(lanes) + places[1]))
+            replicas = np.arange(int(places[2].max()) + 1)
+        shape = (len(stages), len(replicas), len(lanes))
+        cells = (places[0] * shape[1] + places[2]) * shape[2] + places[1]
     else:
-        dp = _replica_of(rank, stage, tp)[rank]
-    shape = tuple(int(index.max()) + 1 for index in (stage, dp, tp))
-    cell = (stage * shape[1] + dp) * shape[2] + tp
-    if rank is None or number is None:
-        number, rank = np.arange(np.prod(shape)), cell
-    cells = np.full(len(number), -1, np.int64)
-    cells[rank] = cell
-    if not np.array_equal(cells[rank], cell):
-        row = int((cells[rank] != cell).argmax())
+        replicas, replica = _dense(table, "dp_rank")
+        shape = (len(stages), len(replicas), len(lanes))
+        rank = (stage * np.int32(shape[1]) + replica) * np.int32(shape[2]) + lane
+        number = cells = np.arange(int(np.prod(shape)))
+    at = np.full(int(np.prod(shape)), -1, np.int64)
+    at[cells] = np.arange(len(cells))
+    _require_full(at.reshape(shape), cells, number)
+    stage_of, replica_of, lane_of = (np.asarray(i) for i in np.unravel_index(cells, shape))
+    return rank, RankGrid(number, stage_of, replica_of, lane_of, at.reshape(shape))
+
+
+def _place_of_rank(number: Int64Array, rank: IntArray, index: IntArray) -> Int64Array:
+    """int64[R], the one index that all rows of a rank have."""
+    of_rank = np.zeros(len(number), index.dtype)
+    of_rank[rank] = index
+    differs = of_rank[rank] != index
+    if differs.any():
         raise RankError(
-            f"rank {number[rank[row]]} is at two places of the grid: stages, data-parallel or "
-            "tensor-parallel ranks differ between its rows",
+            f"rank {number[rank[int(differs.argmax())]]} is at two places of the grid: stages, "
+            "data-parallel or tensor-parallel ranks differ between its rows",
             hint="say with --columns which columns hold them",
         )
-    at = np.full(int(np.prod(shape)), -1, np.int64)
-    at[cells[cells >= 0]] = np.flatnonzero(cells >= 0)
-    _require_full(at.reshape(shape), cells, number)
-    stages, replicas, lanes = (np.asarray(place) for place in np.unravel_index(cells, shape))
-    return rank, RankGrid(number, stages, replicas, lanes, at.reshape(shape))
+    return of_rank.astype(np.int64)
+
+
+def _position_in_team(team: Int64Array) -> Int64Array:
+    """int64[R], position of each rank among those of its team."""
+    order = np.argsort(team, kind="stable")
+    ordered = team[order]
+    position = np.empty(len(team), np.int64)
+    position[order] = np.arange(len(team)) - np.searchsorted(ordered, ordered)
+    return position
 
 
 def _require_full(at: Int64Array, cells: Int64Array, number: Int64Array) -> None:
@@ -373,19 +422,6 @@ def _require_full(at: Int64Array, cells: Int64Array, number: Int64Array) -> None
             f"data-parallel rank {dp}, tensor-parallel rank {tp}",
             hint="give the log of the whole job; its files may be several",
         )
-
-
-def _replica_of(rank: Int64Array, stage: Int64Array, tp: Int64Array) -> Int64Array:
-    """Data-parallel index by rank: its position among the ranks of its stage."""
-    ranks = int(rank.max()) + 1
-    team = np.zeros(ranks, np.int64)
-    team[rank] = stage * (int(tp.max()) + 1) + tp
-    order = np.argsort(team, kind="stable")
-    ordered = team[order]
-    first = np.searchsorted(ordered, ordered)
-    replica = np.zeros(ranks, np.int64)
-    replica[order] = np.arange(ranks) - first
-    return replica
 
 
 def _issue_order(
