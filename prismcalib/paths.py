@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from prismcalib.build import graph_from_trace
 from prismcalib.errors import MergeInputError
 from prismcalib.graph import Graph, Int32Array, Int64Array
-from prismcalib.propagation import Timing, critical_steps
+from prismcalib.propagation import Timing, critical_arrays
 from prismcalib.waiting import waiting_rows
 from prismtrace.schema import LOCAL_KINDS, TraceHeader, TraceKind
 from prismtrace.trace import Trace, open_trace
@@ -134,14 +134,14 @@ def _stored_timing(graph: Graph, rows: pl.DataFrame) -> Timing:
 
 
 def _cut(graph: Graph, timing: Timing, rows: pl.DataFrame, trace: Trace) -> CriticalPath:
-    steps = critical_steps(graph, timing)
+    reached, left = critical_arrays(graph, timing)
     return cut_path(
-        rows[[row for _, row in steps]],
+        rows[left],
         trace.header,
-        reached_start_ns=timing.start_ns[[row for row, _ in steps]],
-        left_end_ns=timing.end_ns[[row for _, row in steps]],
-        transfers=waiting_rows(graph)[[row for _, row in steps]],
-        reached_rank=rows["rank"].to_numpy()[[row for row, _ in steps]],
+        reached_start_ns=timing.start_ns[reached],
+        left_end_ns=timing.end_ns[left],
+        transfers=waiting_rows(graph)[left],
+        reached_rank=rows["rank"].to_numpy()[reached],
         first_start_ns=int(timing.start_ns.min()),
         length_ns=timing.makespan_ns,
     )

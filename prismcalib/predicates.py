@@ -13,7 +13,6 @@ import difflib
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -118,23 +117,32 @@ class RowPicker:
 
     def _table(self, names: list[str]) -> pl.DataFrame:
         """The named columns, texts as texts so that unknown values compare as unequal."""
-        groups = self.header.groups
-        made: dict[str, dict[int, Any]] = {
-            "group_name": {group.id: group.name for group in groups},
-            "group_size": {group.id: len(group.ranks) for group in groups},
-        }
-        columns = []
-        for name in dict.fromkeys(names):
-            if name in made:
-                text = pl.String if name == "group_name" else pl.Int64
-                column = pl.col("group").replace_strict(made[name], default=None, return_dtype=text)
-            else:
-                column = pl.col(name)
-                if isinstance(self.rows.schema[name], pl.Enum | pl.Categorical):
-                    column = column.cast(pl.String)
-            columns.append(column.alias(name))
+        for name in names:
+            if name not in self._ready:
+                self._ready[name] = self._column(name)
         # A predicate without columns still speaks about rows.
-        return self.rows.select(columns or [pl.col("rank")])
+        return pl.DataFrame(
+            [self._ready[name] for name in dict.fromkeys(names)] or self.rows["rank"]
+        )
+
+    @cached_property
+    def _ready(self) -> dict[str, pl.Series]:
+        """Columns that some predicate has asked for."""
+        return {}
+
+    def _column(self, name: str) -> pl.Series:
+        groups = self.header.groups
+        if name == "group_name":
+            names = {group.id: group.name for group in groups}
+            found = self.rows["group"].replace_strict(names, default=None, return_dtype=pl.String)
+        elif name == "group_size":
+            sizes = {group.id: len(group.ranks) for group in groups}
+            found = self.rows["group"].replace_strict(sizes, default=None, return_dtype=pl.Int64)
+        else:
+            found = self.rows[name]
+            if isinstance(found.dtype, pl.Enum | pl.Categorical):
+                found = found.cast(pl.String)
+        return found.alias(name)
 
     def _unknown(self, name: str, shown: str) -> PredicateError:
         near = difflib.get_close_matches(name, self.columns, n=1)

@@ -31,6 +31,7 @@ __all__ = [
     "BatchTiming",
     "Engine",
     "Timing",
+    "critical_arrays",
     "critical_rows",
     "critical_steps",
     "pick_engine",
@@ -257,8 +258,16 @@ def critical_steps(graph: Graph, timing: Timing, engine: Engine = "auto") -> lis
     at the last member to arrive and leaves it at the member whose end mattered.  Of a
     timing only start, end and duration are used.
     """
+    reached, left_by = critical_arrays(graph, timing, engine)
+    return list(zip(reached.tolist(), left_by.tolist(), strict=True))
+
+
+def critical_arrays(
+    graph: Graph, timing: Timing, engine: Engine = "auto"
+) -> tuple[Int32Array, Int32Array]:
+    """The k pairs of `critical_steps` as two arrays int32[k]: rows reached, rows left by."""
     if not graph.rows:
-        return []
+        return np.empty(0, np.int32), np.empty(0, np.int32)
     if (pick_engine(graph.rows) if engine == "auto" else engine) == "array":
         from prismcalib import replay_engine
 
@@ -266,21 +275,21 @@ def critical_steps(graph: Graph, timing: Timing, engine: Engine = "auto") -> lis
     start, end, ready = timing.start_ns, timing.end_ns, timing.ready_ns
     last_arrival = _last_arrivals(graph, timing)
     row = int(end.argmax())
-    steps: list[tuple[int, int]] = []
+    reached: list[int] = []
+    left_by: list[int] = []
     while True:
-        left_by = row
+        left_by.append(row)
         awaited = graph.waits(row)
         if start[row] < ready[row] and (graph.instance[row] >= 0 or len(awaited)):
             if graph.instance[row] >= 0:
                 row = int(last_arrival[graph.instance[row]])
             else:
                 row = int(awaited[start[awaited] == ready[row]].min())
-        steps.append((row, left_by))
+        reached.append(row)
         deps = graph.deps(row)
         in_time = deps[end[deps] + graph.lags(row) == start[row]]
         if not len(in_time):
-            steps.reverse()
-            return steps
+            return np.array(reached[::-1], np.int32), np.array(left_by[::-1], np.int32)
         row = int(in_time.min())
 
 

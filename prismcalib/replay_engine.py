@@ -73,10 +73,10 @@ def replay(
 
 def walk(
     graph: Graph, start: Int64Array, end: Int64Array, duration: Int64Array
-) -> list[tuple[int, int]]:
-    """One longest path, see `prismcalib.propagation.critical_steps`; n >= 1."""
-    # A row of each pair is on one rank, and no row is reached twice.
-    steps = np.empty((graph.rows, 2), np.int32)
+) -> tuple[Int32Array, Int32Array]:
+    """One longest path, see `prismcalib.propagation.critical_arrays`; n >= 1."""
+    # No row is reached twice.
+    steps = np.empty((2, graph.rows), np.int32)
     count = _walk(
         read_only(np.ascontiguousarray(duration)),
         graph.dep_offsets,
@@ -90,7 +90,8 @@ def walk(
         read_only(np.ascontiguousarray(end)),
         steps,
     )
-    return list(map(tuple, steps[:count][::-1].tolist()))
+    reached, left_by = steps[:, :count][:, ::-1].copy()
+    return reached, left_by
 
 
 # Kernels. numba reads the arrays' types at the call; `int(...)` widens row numbers to 64 bits.
@@ -203,7 +204,7 @@ def _walk(
             last_arrival[instance[candidate]] = candidate
     count = 0
     while row >= 0:
-        steps[count, 1] = row
+        steps[1, count] = row
         ready = end[row] - duration[row]
         if start[row] < ready:
             if instance[row] >= 0:
@@ -215,7 +216,7 @@ def _walk(
                         awaited = int(wait_rows[edge])
                         reached = awaited if reached == row else min(reached, awaited)
                 row = reached
-        steps[count, 0] = row
+        steps[0, count] = row
         count += 1
         before = -1
         for edge in range(offsets[row], offsets[row + 1]):

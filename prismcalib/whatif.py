@@ -29,7 +29,7 @@ from prismcalib.propagation import (
     BatchTiming,
     Engine,
     Timing,
-    critical_steps,
+    critical_arrays,
     pick_engine,
     propagate,
     propagate_batch,
@@ -169,7 +169,8 @@ class _PathRows:
 
     rows: pl.DataFrame
     header: TraceHeader
-    steps: list[tuple[int, int]]
+    reached: Int32Array
+    left: Int32Array
     reached_start_ns: Int64Array
     left_end_ns: Int64Array
     transfers: np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -177,12 +178,12 @@ class _PathRows:
 
     def cut(self, length_ns: int) -> CriticalPath:
         return cut_path(
-            self.rows[[row for _, row in self.steps]],
+            self.rows[self.left],
             self.header,
             reached_start_ns=self.reached_start_ns,
             left_end_ns=self.left_end_ns,
             transfers=self.transfers,
-            reached_rank=self.rows["rank"].to_numpy()[[row for row, _ in self.steps]],
+            reached_rank=self.rows["rank"].to_numpy()[self.reached],
             first_start_ns=self.first_start_ns,
             length_ns=length_ns,
         )
@@ -250,15 +251,15 @@ class _Model:
         )
         length = int(batch.makespan_ns[column])
         steps = batch.step_ns[column]
-        path = critical_steps(graph, timing, self.engine)
-        reached, left = ([pair[side] for pair in path] for side in (0, 1))
+        reached, left = critical_arrays(graph, timing, self.engine)
         return _Run(
             steps_ns=steps if len(steps) else np.array([length]),
             length_ns=length,
             path=_PathRows(
                 self.picker.rows,
                 self.picker.header,
-                path,
+                reached,
+                left,
                 timing.start_ns[reached],
                 timing.end_ns[left],
                 waiting_rows(graph)[left],
