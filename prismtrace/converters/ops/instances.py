@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from prismtrace.converters.ops.grid import Int64Array, IntArray, RankGrid
 from prismtrace.converters.ops.mapping import Scope
-from prismtrace.converters.ops.reading import Int64Array, IntArray, Operations, RankGrid
+from prismtrace.converters.ops.reading import Operations
 from prismtrace.errors import AlignmentError
 from prismtrace.schema import Phase, ProcessGroup
 

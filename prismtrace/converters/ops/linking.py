@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from prismtrace.converters.ops.reading import Int64Array, Operations
+from prismtrace.converters.ops.grid import Int64Array
+from prismtrace.converters.ops.reading import Operations
 from prismtrace.errors import AlignmentError
 from prismtrace.schema import Kind, Phase
 

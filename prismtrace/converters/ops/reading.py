@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from prismtrace.converters.content import read_blocks
+from prismtrace.converters.ops.grid import (
+    LARGEST_NUMBER,
+    Int64Array,
+    IntArray,
+    RankGrid,
+    dense_positions,
+    rank_grid,
+)
 from prismtrace.converters.ops.mapping import ColumnMapping, OperationRule, Origin
-from prismtrace.errors import InputFileError, RankError, SourceFormatError, ValidationError
-from prismtrace.ranks import format_ranks
+from prismtrace.errors import InputFileError, SourceFormatError, ValidationError
 from prismtrace.schema import Kind
 
-__all__ = ["Int64Array", "IntArray", "Operations", "RankGrid", "read_operations"]
-
-IntArray = NDArray[np.signedinteger[Any]]
-Int64Array = NDArray[np.int64]
+__all__ = ["Operations", "read_operations"]
 
 # At equal times: data arrives, is computed on, and is sent on.
 _TURN = {Kind.RECV: 0, Kind.SEND: 3}
@@ -29,46 +32,6 @@ _COMPUTE_TURN, _COMMUNICATION_TURN = 1, 2
 _MOST_BITS = 63
 # A day in the unit of the trace: beyond, the unit of the mapping is wrong.
 _LONGEST_NS = 24 * 3600 * 10**9
-# Ranks, stages and chunks are small numbers; tables are as long as the largest.
-_LARGEST_NUMBER = 2**24
-
-
-@dataclass(frozen=True, eq=False)
-class RankGrid:
-    """Where each of the R ranks sits: stage, data-parallel and tensor-parallel index.
-
-    Attributes:
-        source: int64[R], the ranks' numbers in the log; the trace numbers them from 0.
-        stage, dp, tp: int64[R].
-        pp_size, dp_size, tp_size: extents; R is their product.
-        at: int64[pp_size, dp_size, tp_size], the rank at a place.
-    """
-
-    source: Int64Array
-    stage: Int64Array
-    dp: Int64Array
-    tp: Int64Array
-    at: Int64Array
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks there are."""
-        return len(self.source)
-
-    @property
-    def pp_size(self) -> int:
-        """Number of pipeline stages."""
-        return int(self.at.shape[0])
-
-    @property
-    def dp_size(self) -> int:
-        """Number of data-parallel replicas."""
-        return int(self.at.shape[1])
-
-    @property
-    def tp_size(self) -> int:
-        """Number of tensor-parallel ranks in the log."""
-        return int(self.at.shape[2])
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +98,8 @@ def read_operations(paths: Sequence[Path], mapping: ColumnMapping) -> Operations
         raise InputFileError("the log has no rows", where=str(paths[0]))
     names, codes = _operation_codes(table, mapping, paths[0])
     rules = tuple(mapping.operations[name] for name in names)
-    rank, grid = _grid(table)
-    steps, step = _dense(table, "step")
+    rank, grid = rank_grid(table)
+    steps, step = dense_positions(table, "step")
     # Times within the step are small: sorting them takes fewer bits.
     within, length = table["start"].to_numpy(), table["end"].to_numpy()
     sampled = mapping.time.origin is Origin.STEP
@@ -263,7 +226,7 @@ def _check_values(table: pl.DataFrame, path: Path) -> None:
     for name in numbers:
         problems[f"has no or a negative {name}"] = pl.col(name) < 0
         if name != "step":
-            problems[f"has an absurd {name}"] = pl.col(name).cast(pl.Int64) > _LARGEST_NUMBER
+            problems[f"has an absurd {name}"] = pl.col(name).cast(pl.Int64) > LARGEST_NUMBER
     if _looks_right(table, numbers):
         return
     counts = table.select(
@@ -295,7 +258,7 @@ def _looks_right(table: pl.DataFrame, numbers: list[str]) -> bool:
         and shortest >= 0
         and longest <= _LONGEST_NS
         and min(rest, default=0) >= 0
-        and all(high <= _LARGEST_NUMBER for high in rest[len(numbers) :])
+        and all(high <= LARGEST_NUMBER for high in rest[len(numbers) :])
     )
 
 
@@ -329,99 +292,7 @@ def _operation_codes(
     return tuple(names), table_of_codes[physical]
 
 
-# --- ranks and order --------------------------------------------------------------------------
-
-
-def _dense(table: pl.DataFrame, column: str) -> tuple[Int64Array, IntArray]:
-    """The distinct values of a column in ascending order, and int32[n] positions in them."""
-    if column not in table.columns:
-        return np.zeros(1, np.int64), np.zeros(table.height, np.int32)
-    values = table[column].to_numpy()
-    low, high = int(values.min()), int(values.max())
-    if high - low > max(_LARGEST_NUMBER, 4 * len(values)):
-        distinct, position = np.unique(values, return_inverse=True)
-        return distinct.astype(np.int64), position.astype(np.int32)
-    if low:
-        values = (
-            values - low if high - low <= np.iinfo(values.dtype).max else values - np.int64(low)
-        )
-    seen = np.zeros(high - low + 1, np.bool_)
-    seen[values] = True
-    position = np.cumsum(seen, dtype=np.int32) - np.int32(1)
-    return np.flatnonzero(seen) + low, position[values]
-
-
-def _grid(table: pl.DataFrame) -> tuple[IntArray, RankGrid]:
-    """int32[n] rank of every row, counted from 0, and where the ranks sit.
-
-    Ranks keep the order of their numbers in the log; without numbers tensor-parallel ranks
-    count fastest, then data-parallel ones, then stages.
-    """
-    stages, stage = _dense(table, "stage")
-    lanes, lane = _dense(table, "tp_rank")
-    if "rank" in table.columns:
-        number, rank = _dense(table, "rank")
-        places = [_place_of_rank(number, rank, index) for index in (stage, lane)]
-        if "dp_rank" in table.columns:
-            replicas, replica = _dense(table, "dp_rank")
-            places.append(_place_of_rank(number, rank, replica))
-        else:
-            places.append(_position_in_team(places[0] * len(lanes) + places[1]))
-            replicas = np.arange(int(places[2].max()) + 1)
-        shape = (len(stages), len(replicas), len(lanes))
-        cells = (places[0] * shape[1] + places[2]) * shape[2] + places[1]
-    else:
-        replicas, replica = _dense(table, "dp_rank")
-        shape = (len(stages), len(replicas), len(lanes))
-        rank = (stage * np.int32(shape[1]) + replica) * np.int32(shape[2]) + lane
-        number = cells = np.arange(int(np.prod(shape)))
-    at = np.full(int(np.prod(shape)), -1, np.int64)
-    at[cells] = np.arange(len(cells))
-    _require_full(at.reshape(shape), cells, number)
-    stage_of, replica_of, lane_of = (np.asarray(i) for i in np.unravel_index(cells, shape))
-    return rank, RankGrid(number, stage_of, replica_of, lane_of, at.reshape(shape))
-
-
-def _place_of_rank(number: Int64Array, rank: IntArray, index: IntArray) -> Int64Array:
-    """int64[R], the one index that all rows of a rank have."""
-    of_rank = np.zeros(len(number), index.dtype)
-    of_rank[rank] = index
-    differs = of_rank[rank] != index
-    if differs.any():
-        raise RankError(
-            f"rank {number[rank[int(differs.argmax())]]} is at two places of the grid: stages, "
-            "data-parallel or tensor-parallel ranks differ between its rows",
-            hint="say with --columns which columns hold them",
-        )
-    return of_rank.astype(np.int64)
-
-
-def _position_in_team(team: Int64Array) -> Int64Array:
-    """int64[R], position of each rank among those of its team."""
-    order = np.argsort(team, kind="stable")
-    ordered = team[order]
-    position = np.empty(len(team), np.int64)
-    position[order] = np.arange(len(team)) - np.searchsorted(ordered, ordered)
-    return position
-
-
-def _require_full(at: Int64Array, cells: Int64Array, number: Int64Array) -> None:
-    shared = np.flatnonzero(np.bincount(cells[cells >= 0], minlength=at.size) > 1)
-    if len(shared):
-        twice = number[cells == shared[0]]
-        stage, dp, tp = np.unravel_index(shared[0], at.shape)
-        raise RankError(
-            f"ranks {format_ranks(twice.tolist())} are all at stage {stage}, data-parallel "
-            f"rank {dp}, tensor-parallel rank {tp}",
-            hint="name the column that tells them apart with --columns, e.g. columns.tp_rank",
-        )
-    if (at < 0).any():
-        stage, dp, tp = (int(index[0]) for index in np.nonzero(at < 0))
-        raise RankError(
-            f"{int((at < 0).sum())} of {at.size} ranks are missing: the first at stage {stage}, "
-            f"data-parallel rank {dp}, tensor-parallel rank {tp}",
-            hint="give the log of the whole job; its files may be several",
-        )
+# --- order ------------------------------------------------------------------------------------
 
 
 def _issue_order(
