@@ -14,13 +14,24 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-__all__ = ["AHEAD", "NO_ROWS", "NO_TIMES", "compiled", "read_only", "will_read", "will_write"]
+__all__ = [
+    "AHEAD",
+    "NO_LAGS",
+    "NO_ROWS",
+    "NO_TIMES",
+    "compiled",
+    "read_only",
+    "will_read",
+    "will_write",
+]
 
 AHEAD = 16
 """How many rows ahead of their use memory is asked for."""
 
 NO_TIMES = np.empty(0, np.int64)
 NO_TIMES.flags.writeable = False
+NO_LAGS = np.empty((0, 1), np.int64)
+NO_LAGS.flags.writeable = False
 NO_ROWS = np.empty(0, np.int32)
 NO_ROWS.flags.writeable = False
 

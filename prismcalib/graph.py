@@ -183,27 +183,14 @@ class Graph:
         from n on in the order of `arriving`, which takes over what the row depends on.  The
         row itself depends on its arrival and on the arrivals it waits for.
         """
-        if self.wait_rows is None or self.wait_offsets is None:
+        if self.wait_offsets is None:
             return self
-        n, owners = self.rows, np.diff(self.wait_offsets)
-        arriving, extra = self.arriving, len(self.arriving)
-        arrival = np.arange(n, dtype=np.int32)
-        arrival[arriving] = np.arange(n, n + extra)
-        counts = np.diff(self.dep_offsets)
-        parts = (
-            # What rows keep or hand over to their arrivals, then what they get in exchange.
-            (np.repeat(arrival, counts), self.dep_rows, self.dep_lag_ns),
-            (arriving, arrival[arriving], None),
-            (np.repeat(np.arange(n), owners), arrival[self.wait_rows], None),
-        )
-        owner = np.concatenate([part[0] for part in parts])
-        order = np.argsort(owner, kind="stable")
-        lags = None
-        if self.dep_lag_ns is not None:
-            lags = np.zeros(len(owner), np.int64)
-            lags[: len(self.dep_lag_ns)] = self.dep_lag_ns
-            lags = lags[order]
-        release = self.release_ns
+        n, arriving = self.rows, self.arriving
+        extra = len(arriving)
+        owner, dep_rows, source = self._expansion
+        lags, release = None, self.release_ns
+        if self.dep_lag_ns is not None and len(self.dep_lag_ns):
+            lags = np.where(source >= 0, self.dep_lag_ns[source], 0)
         if release is not None:
             release = np.append(release, release[arriving])
             release[arriving] = release.min(initial=0)
@@ -211,7 +198,7 @@ class Graph:
             self,
             duration_ns=np.append(self.duration_ns, np.zeros(extra, np.int64)),
             dep_offsets=np.append([0], np.cumsum(np.bincount(owner, minlength=n + extra))),
-            dep_rows=np.concatenate([part[1] for part in parts])[order],
+            dep_rows=dep_rows,
             dep_lag_ns=lags,
             instance=np.append(self.instance, np.full(extra, -1, np.int32)),
             release_ns=release,
@@ -219,6 +206,35 @@ class Graph:
             wait_rows=None,
             labels=lambda row: self.label(self.original(row)),
         )
+
+    @property
+    def expanded_lag_source(self) -> Int64Array:
+        """int64[e'], which of the e dependencies each one of `expanded` was, or -1."""
+        if self.wait_offsets is None:
+            return np.arange(len(self.dep_rows))
+        return self._expansion[2]
+
+    @cached_property
+    def _expansion(self) -> tuple[Int32Array, Int32Array, Int64Array]:
+        """Dependencies of `expanded` by row: owner, dependency, number of the original or -1."""
+        assert self.wait_offsets is not None  # noqa: S101 - asked only if there are waits
+        assert self.wait_rows is not None  # noqa: S101
+        arriving = self.arriving
+        arrival = np.arange(self.rows, dtype=np.int32)
+        arrival[arriving] = np.arange(self.rows, self.rows + len(arriving))
+        # What rows keep or hand over to their arrivals, then what they get in exchange.
+        owner = np.concatenate(
+            [
+                np.repeat(arrival, np.diff(self.dep_offsets)),
+                arriving,
+                np.repeat(np.arange(self.rows, dtype=np.int32), np.diff(self.wait_offsets)),
+            ]
+        )
+        dep_rows = np.concatenate([self.dep_rows, arrival[arriving], arrival[self.wait_rows]])
+        source = np.full(len(owner), -1)
+        source[: len(self.dep_rows)] = np.arange(len(self.dep_rows))
+        order = np.argsort(owner, kind="stable")
+        return owner[order], dep_rows[order], source[order]
 
     @cached_property
     def arriving(self) -> Int32Array:

@@ -160,6 +160,7 @@ def propagate_batch(
     graph: Graph,
     duration_ns: Int64Array,
     *,
+    lag_ns: Int64Array | None = None,
     steps: Int32Array | None = None,
     order: Int32Array | None = None,
     times: bool = False,
@@ -170,6 +171,7 @@ def propagate_batch(
     Args:
         graph: the operations and what they wait for; its own durations are not used.
         duration_ns: int64[n, K] >= 0, one column per scenario or sample.  C order is fastest.
+        lag_ns: int64[e, K] >= 0, lags of every scenario; without, those of the graph.
         steps: int[n], number of the step of each row, from 0; -1: in no step.  Steps are
             counted up to the largest number.
         order: `propagate(graph).order`, if it is known already; saves one propagation.
@@ -181,7 +183,7 @@ def propagate_batch(
         MissingMemberError, CycleError: as `propagate`.
     """
     full = graph.expanded
-    durations = _batch_durations(graph, duration_ns)
+    durations, lags = _batch_times(graph, duration_ns, lag_ns)
     step, step_count = _step_numbers(graph, steps)
     scenarios = durations.shape[1]
     chosen = pick_engine(full.rows, scenarios) if engine == "auto" else engine
@@ -200,7 +202,7 @@ def propagate_batch(
         from prismcalib import replay_engine
 
         last, step_end, start, end = replay_engine.replay(
-            full, release, durations, order, step, step_count, times=times
+            full, release, durations, lags, order, step, step_count, times=times
         )
     else:
         last = np.zeros(scenarios, np.int64)
@@ -208,7 +210,8 @@ def propagate_batch(
         start, end = (np.empty((full.rows, scenarios if times else 0), np.int64) for _ in "se")
         forward, in_step = _passes(chosen, full.rows)[0], step >= 0
         for column in range(scenarios):
-            one = replace(full, duration_ns=durations[:, column])
+            lag = None if lags is None else lags[:, min(column, lags.shape[1] - 1)]
+            one = replace(full, duration_ns=durations[:, column], dep_lag_ns=lag)
             first_times, last_times, _ = forward(one, release)
             last[column] = last_times.max(initial=0)
             np.maximum.at(step_end[column], step[in_step], last_times[in_step])
@@ -324,33 +327,60 @@ def _without_arrivals(graph: Graph, values: Int64Array) -> Int64Array:
     return values[: graph.rows]
 
 
-def _batch_durations(graph: Graph, duration_ns: Int64Array) -> Int64Array:
-    """The durations as a read-only, C-contiguous int64[n, K]; arrivals of waits last 0."""
-    given = np.asarray(duration_ns)
-    if given.ndim != 2 or len(given) != graph.rows or given.dtype.kind not in "iu":
-        raise CalibError(
-            f"durations of a batch are integers of the shape ({graph.rows}, K), "
-            f"not {given.dtype}{given.shape}",
-            where="duration_ns",
-        )
-    if graph.wait_rows is not None:
-        given = np.concatenate([given, np.zeros((len(graph.arriving), given.shape[1]), np.int64)])
-    durations = np.ascontiguousarray(given, np.int64).view()
-    durations.flags.writeable = False
-    if not durations.size:
-        return durations
-    if durations.min() < 0:
-        row, column = divmod(int(durations.argmin()), durations.shape[1])
-        raise CalibError(
-            f"{graph.label(row)} lasts {durations[row, column]} ns in column {column}",
-            where="duration_ns",
-        )
-    longest = float(durations.sum(axis=0, dtype=np.float64).max()) + graph.idle_ns
+def _batch_times(
+    graph: Graph, duration_ns: Int64Array, lag_ns: Int64Array | None
+) -> tuple[Int64Array, Int64Array | None]:
+    """Durations int64[n, K] and lags int64[e, K or 1] of `expanded`, C order, read-only."""
+    durations = _checked("duration_ns", duration_ns, graph.rows)
+    if lag_ns is not None:
+        lags = _checked("lag_ns", lag_ns, len(graph.dep_rows))
+        if lags.shape[1] != durations.shape[1]:
+            raise CalibError(
+                f"{lags.shape[1]} columns for {durations.shape[1]} scenarios", where="lag_ns"
+            )
+    elif graph.dep_lag_ns is not None:
+        lags = graph.dep_lag_ns[:, None]
+    else:
+        lags = np.empty((0, 1), np.int64)
+    longest = graph.idle_ns
+    for times in (durations, lags):
+        if times.size:
+            longest += float(times.sum(axis=0, dtype=np.float64).max())
     if longest >= MAX_TOTAL_NS:
         raise CalibError(
             f"all times together, {longest:.3g} ns, overflow int64", where="duration_ns"
         )
-    return durations
+    if graph.wait_rows is not None:
+        # Arrivals last 0, and nothing lies between an arrival and what waits for it.
+        arrivals = np.zeros((len(graph.arriving), durations.shape[1]), np.int64)
+        durations = _frozen(np.concatenate([durations, arrivals]))
+        source = graph.expanded_lag_source
+        if len(lags):
+            lags = np.where(source[:, None] >= 0, lags[source], 0)
+    return durations, _frozen(lags) if len(lags) else None
+
+
+def _checked(name: str, values: Int64Array, length: int) -> Int64Array:
+    """A batch's times, two-dimensional and not negative."""
+    given = np.asarray(values)
+    if given.ndim != 2 or len(given) != length or given.dtype.kind not in "iu":
+        raise CalibError(
+            f"a batch needs integers of the shape ({length}, K), not {given.dtype}{given.shape}",
+            where=name,
+        )
+    if given.size and given.min() < 0:
+        entry, column = divmod(int(given.argmin()), given.shape[1])
+        raise CalibError(
+            f"entry {entry} is {given[entry, column]} ns in column {column}", where=name
+        )
+    return _frozen(given)
+
+
+def _frozen(values: Int64Array) -> Int64Array:
+    # One combination of layout and writability, so that numba compiles once.
+    view = np.ascontiguousarray(values, np.int64).view()
+    view.flags.writeable = False
+    return view
 
 
 def _step_numbers(graph: Graph, steps: Int32Array | None) -> tuple[Int32Array, int]:

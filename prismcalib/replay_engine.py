@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prismcalib.compiling import AHEAD, NO_ROWS, NO_TIMES, compiled, read_only, will_read
+from prismcalib.compiling import AHEAD, NO_LAGS, NO_ROWS, NO_TIMES, compiled, read_only, will_read
 from prismcalib.graph import Graph, Int32Array, Int64Array
 
 __all__ = ["replay", "walk"]
@@ -22,6 +22,7 @@ def replay(
     graph: Graph,
     release: Int64Array | None,
     durations: Int64Array,
+    lags: Int64Array | None,
     order: Int32Array,
     step: Int32Array,
     step_count: int,
@@ -31,9 +32,10 @@ def replay(
     """Times of K scenarios in a known order of completion, `_BLOCK` scenarios a pass.
 
     Args:
-        graph: its durations are not used.
+        graph: its durations and lags are not used.
         release: int64[n] >= 0, or None for zeros.
         durations: int64[n, K], C order, read-only.
+        lags: int64[e, K], or int64[e, 1] for all scenarios, C order, read-only; or None.
         order: of any propagation of the graph: durations do not change what comes after what.
         step: int32[n], -1: none.
         step_count: S, more than the largest step.
@@ -45,6 +47,7 @@ def replay(
     """
     rows, scenarios = durations.shape
     width = scenarios if times else min(scenarios, _BLOCK)
+    lags = NO_LAGS if lags is None else lags
     end = np.empty((rows, width), np.int64)
     start = np.empty((rows, scenarios if times else 0), np.int64)
     # Steps first, so that the scenarios of a pass lie together; row S: the last of all.
@@ -57,7 +60,7 @@ def replay(
             min(first + _BLOCK, scenarios),
             graph.dep_offsets,
             graph.dep_rows,
-            read_only(graph.dep_lag_ns),
+            lags,
             read_only(release),
             graph.instance,
             read_only(step),
@@ -66,7 +69,6 @@ def replay(
             last_end,
         )
     if times:
-        lags = read_only(graph.dep_lag_ns)
         _starts(graph.dep_offsets, graph.dep_rows, lags, read_only(release), end, start)
     return last_end[step_count], np.ascontiguousarray(last_end[:step_count].T), start, end
 
@@ -142,9 +144,13 @@ def _replay(
                     ready[q] = max(ready[q], release[row])
             for edge in range(offsets[row], offsets[row + 1]):
                 dep = int(deps[edge])
-                lag = lags[edge] if len(lags) else 0
-                for q in range(width):
-                    ready[q] = max(ready[q], end[dep, column + q] + lag)
+                if lags.shape[1] > 1:
+                    for q in range(width):
+                        ready[q] = max(ready[q], end[dep, column + q] + lags[edge, first + q])
+                else:
+                    lag = lags[edge, 0] if len(lags) else 0
+                    for q in range(width):
+                        ready[q] = max(ready[q], end[dep, column + q] + lag)
         for at in range(position, following):
             row = order[at]
             number = step[row]
@@ -173,8 +179,8 @@ def _starts(
         start[row, :] = release[row] if len(release) else 0
         for edge in range(offsets[row], offsets[row + 1]):
             dep = int(deps[edge])
-            lag = lags[edge] if len(lags) else 0
             for q in range(start.shape[1]):
+                lag = lags[edge, q if lags.shape[1] > 1 else 0] if len(lags) else 0
                 start[row, q] = max(start[row, q], end[dep, q] + lag)
 
 

@@ -255,11 +255,15 @@ def test_wrong_batches_are_refused(engine):
             propagate_batch(graph, wrong, engine=engine)
     durations = np.zeros((6, 2), np.int64)
     durations[3, 1] = -1
-    with pytest.raises(CalibError, match="rank 1 op 0 lasts -1 ns in column 1"):
+    with pytest.raises(CalibError, match="entry 3 is -1 ns in column 1"):
         propagate_batch(graph, durations, engine=engine)
     with pytest.raises(CalibError, match="overflow"):
         propagate_batch(graph, np.full((6, 1), 2**61), engine=engine)
     good = np.zeros((6, 2), np.int64)
+    with pytest.raises(CalibError, match="scenarios"):
+        propagate_batch(graph, good, lag_ns=np.zeros((4, 3), np.int64), engine=engine)
+    with pytest.raises(CalibError, match="shape"):
+        propagate_batch(graph, good, lag_ns=np.zeros((3, 2), np.int64), engine=engine)
     with pytest.raises(CalibError, match="steps"):
         propagate_batch(graph, good, steps=np.zeros(5, np.int32), engine=engine)
     with pytest.raises(CalibError, match="order"):

@@ -196,6 +196,7 @@ def test_batches_on_300_random_graphs():
         scenarios = int(draw.integers(0, 20))
         durations = draw.integers(0, (3, 100, 10**9)[seed % 3], (graph.rows, scenarios))
         steps = draw.integers(-1, 3, graph.rows)
+        lags = draw.integers(0, 50, (len(graph.dep_rows), scenarios)) if seed % 3 == 0 else None
         try:
             timing = propagate(graph)
         except CalibError as error:
@@ -203,20 +204,29 @@ def test_batches_on_300_random_graphs():
                 with pytest.raises(type(error)):
                     propagate_batch(graph, durations, engine=engine)
             continue
-        expected = propagate_batch(graph, durations, steps=steps, times=True, engine="networkx")
+        expected = propagate_batch(
+            graph, durations, lag_ns=lags, steps=steps, times=True, engine="networkx"
+        )
         for engine in ("python", "array"):
             order = timing.order if seed % 2 else None
             found = propagate_batch(
-                graph, durations, steps=steps, order=order, times=True, engine=engine
+                graph,
+                durations,
+                lag_ns=lags,
+                steps=steps,
+                order=order,
+                times=True,
+                engine=engine,
             )
             assert found.begin_ns == expected.begin_ns
             for name in ("last_end_ns", "step_end_ns", "start_ns", "end_ns"):
                 assert (getattr(found, name) == getattr(expected, name)).all()
             # What is not asked for changes nothing.
-            short = propagate_batch(graph, durations, engine=engine)
+            short = propagate_batch(graph, durations, lag_ns=lags, engine=engine)
             assert (short.last_end_ns == expected.last_end_ns).all()
             assert short.end_ns is short.step_end_ns is None
         for column in range(min(scenarios, 2)):
-            alone = propagate(replace(graph, duration_ns=durations[:, column]))
+            lag = graph.dep_lag_ns if lags is None else lags[:, column]
+            alone = propagate(replace(graph, duration_ns=durations[:, column], dep_lag_ns=lag))
             assert alone.makespan_ns == expected.makespan_ns[column]
             assert (alone.end_ns == expected.end_ns[:, column]).all()
