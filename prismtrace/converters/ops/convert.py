@@ -26,7 +26,7 @@ from prismtrace.schema import (
     TraceKind,
     TransferSource,
 )
-from prismtrace.trace import Trace, node_schema, write_nodes
+from prismtrace.trace import Trace, conform, node_schema, write_nodes
 
 if TYPE_CHECKING:
     from prismtrace.converters.pipeline import ConvertReport
@@ -98,8 +98,9 @@ def operations_trace(
     counts = links.counts
     counts["rows"] = operations.rows
     header = _header(paths, operations, instances, counts)
+    nodes = _nodes(operations, links, instances)
     return (
-        Trace(header=header, nodes=_nodes(operations, links, instances).lazy()),
+        Trace(header=header, nodes=conform(nodes.lazy(), nodes.schema, where=str(paths[0]))),
         counts,
         {name: number for name, number in instances.matched.items() if number},
     )

@@ -260,6 +260,12 @@ def _match_pairs(
         return 0
     group, seq, peer, ready = columns
     grid, steps = operations.grid, len(operations.steps)
+    if grid.pp_size == 1:
+        raise AlignmentError(
+            "sends and receives along the pipeline, but there is only one stage",
+            where=operations.place(int((*sends, *receives)[0])),
+            hint="say with --columns which column holds the stage",
+        )
     direction = 1 if phase is Phase.FORWARD else -1
     downstream = grid.at[(grid.stage + direction) % grid.pp_size, grid.dp, grid.tp]
     upstream = grid.at[(grid.stage - direction) % grid.pp_size, grid.dp, grid.tp]

@@ -94,8 +94,6 @@ def read_operations(paths: Sequence[Path], mapping: ColumnMapping) -> Operations
         RankError: ranks and their places in the grid contradict each other.
     """
     table = _read_table(paths, mapping)
-    if not table.height:
-        raise InputFileError("the log has no rows", where=str(paths[0]))
     names, codes = _operation_codes(table, mapping, paths[0])
     rules = tuple(mapping.operations[name] for name in names)
     rank, grid = rank_grid(table)
@@ -158,6 +156,8 @@ def _read_table(paths: Sequence[Path], mapping: ColumnMapping) -> pl.DataFrame:
                 where=str(path),
                 hint="an operation-level log is a Parquet or CSV file with a line of names",
             ) from error
+        if not frames[-1].height:
+            raise InputFileError("the log has no rows", where=str(path))
         _check_values(frames[-1], path)
     return frames[0] if len(frames) == 1 else pl.concat(frames, how="vertical_relaxed")
 
@@ -183,7 +183,7 @@ def _expressions(found: pl.Schema, mapping: ColumnMapping, path: Path) -> list[p
         return name
 
     def in_ns(value: pl.Expr, *, whole: bool) -> pl.Expr:
-        return value * unit if whole else (value * unit).round().cast(pl.Int64)
+        return value * unit if whole else (value * unit).round().cast(pl.Int64, strict=False)
 
     start, span = required(columns.start, "start"), required(columns.span, "duration or end")
     whole = found[start].is_integer() and found[span].is_integer()
@@ -301,21 +301,19 @@ def _issue_order(
     rules: tuple[OperationRule, ...],
     codes: NDArray[np.uint8],
 ) -> NDArray[np.uint32]:
-    """Row numbers in the order (segment, time within the step, turn)."""
-    turns = np.array(
-        [
-            _TURN.get(rule.kind, _COMMUNICATION_TURN)
-            if rule.kind.is_communication
-            else _COMPUTE_TURN
-            for rule in rules
-        ],
-        np.int64,
-    )
-    low_bits = int(within.max()).bit_length() + 2
+    """Row numbers in the order (segment, time within the step, turn, operation)."""
+    turn = [
+        (_TURN.get(rule.kind, _COMMUNICATION_TURN) if rule.kind.is_communication else _COMPUTE_TURN)
+        for rule in rules
+    ]
+    place = np.empty(len(rules), np.int64)
+    place[np.argsort(turn, kind="stable")] = np.arange(len(rules))
+    turn_bits = len(rules).bit_length()
+    low_bits = int(within.max()).bit_length() + turn_bits
     if low_bits + int(segment.max()).bit_length() <= _MOST_BITS:
         key = segment << low_bits
-        key |= within << 2
-        key |= turns[codes]
+        key |= within << turn_bits
+        key |= place[codes]
         return pl.Series(key).arg_sort().to_numpy()
-    keys = pl.DataFrame({"a": segment, "b": within, "c": turns[codes]})
+    keys = pl.DataFrame({"a": segment, "b": within, "c": place[codes]})
     return keys.select(pl.arg_sort_by("a", "b", "c")).to_series().to_numpy()
