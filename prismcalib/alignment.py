@@ -13,7 +13,15 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from prismcalib.clocks import ClockFit, Spread, end_spreads, fit_offsets, group_max, group_min
+from prismcalib.clocks import (
+    ClockFit,
+    Spread,
+    end_spreads,
+    fit_offsets,
+    group_max,
+    group_min,
+    worst_group,
+)
 from prismcalib.errors import ClockError
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismtrace.ranks import format_ranks
@@ -124,7 +132,8 @@ def align_clocks(
         end_spread_after=Spread.of(after),
         inconsistent=int(inconsistent.sum()),
     )
-    _refuse(report, inconsistent, graph, symmetric, max_residual_ns)
+    worst = _worst_group(rows, header, compared[used], instance[used], after, max_residual_ns)
+    _refuse(report, inconsistent, graph, symmetric, max_residual_ns, worst)
     origin = int(aligned.min())
     return Alignment(aligned - origin, end + shift - origin, origin, solved, report)
 
@@ -189,19 +198,40 @@ def _inconsistent(instance: Int32Array, start: Int64Array, end: Int64Array) -> N
     return group_max(number, start) > group_min(number, end) + _TOLERANCE_NS
 
 
+def _worst_group(
+    rows: pl.DataFrame,
+    header: TraceHeader,
+    members: NDArray[np.intp],
+    instance: Int32Array,
+    spreads: Int64Array,
+    limit_ns: int,
+) -> str | None:
+    """What is wrong with the ends of the group that agrees worst; None if all keep the limit."""
+    first = np.unique(instance, return_index=True)[1]
+    found = worst_group(spreads, rows["group"].gather(members[first]).to_numpy(), limit_ns)
+    if found is None:
+        return None
+    group, median_ns, count = found
+    name = next(one.name for one in header.groups if one.id == group)
+    return f"{median_ns / 1e6:.3f} ms apart (median of {count} in group {name})"
+
+
 def _refuse(
     report: ClockReport,
     inconsistent: NDArray[np.bool_],
     graph: Graph,
     symmetric: NDArray[np.intp],
     max_residual_ns: int,
+    worst: str | None,
 ) -> None:
     other = "--clock align" if report.mode == "keep" else "--clock keep"
     spread = report.end_spread_after
     if spread is not None and spread.median_ns > max_residual_ns:
+        worst = f"{spread.median_ns / 1e6:.3f} ms apart (median of {report.operations})"
+    if worst is not None:
         raise ClockError(
-            f"ends of the same operation lie {spread.median_ns / 1e6:.3f} ms apart (median of "
-            f"{report.operations}), more than the {max_residual_ns / 1e6:.3f} ms allowed",
+            f"ends of the same operation lie {worst}, more than the "
+            f"{max_residual_ns / 1e6:.3f} ms allowed",
             where=f"clock={report.mode}",
             hint="operations may be matched wrongly, or ranks of different runs mixed; try "
             f"{other}, or accept it with --max-residual",

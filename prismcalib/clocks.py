@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 from prismcalib.errors import ClockError
 from prismcalib.graph import Int64Array
 
-__all__ = ["ClockFit", "Spread", "end_spreads", "fit_offsets", "group_max", "group_min"]
+__all__ = [
+    "ClockFit",
+    "Spread",
+    "end_spreads",
+    "fit_offsets",
+    "group_max",
+    "group_min",
+    "worst_group",
+]
 
 _ROUNDS = 20
 # Offsets need some hundred operations per pair of domains, not millions.
@@ -111,6 +119,34 @@ def end_spreads(instance: NDArray[Any], end_ns: Int64Array) -> Int64Array:
         return np.empty(0, np.int64)
     number = np.unique(instance, return_inverse=True)[1]
     return group_max(number, end_ns) - group_min(number, end_ns)
+
+
+# Of few operations the median says little: one late process moves it.
+_FEW = 5
+_LENIENCE = 10
+
+
+def worst_group(
+    spreads_ns: Int64Array, group: NDArray[Any], limit_ns: int
+) -> tuple[int, int, int] | None:
+    """The group whose operations agree worst, if their median spread exceeds the limit.
+
+    A median over all operations hides a wrong clock when most operations stay within a host;
+    in the groups that reach across hosts every operation shows it.  Groups of few operations
+    may exceed the limit tenfold.
+
+    Returns:
+        Its number, the median spread, how many operations it has; None if all keep the limit.
+    """
+    order = np.lexsort((spreads_ns, group))
+    first = np.flatnonzero(np.diff(group[order], prepend=-1))
+    count = np.diff(np.append(first, len(order)))
+    median = spreads_ns[order[first + (count - 1) // 2]]
+    excess = median - limit_ns * np.where(count < _FEW, _LENIENCE, 1)
+    if not len(excess) or excess.max() <= 0:
+        return None
+    worst = int(excess.argmax())
+    return int(group[order[first[worst]]]), int(median[worst]), int(count[worst])
 
 
 def group_max(number: NDArray[Any], values: Int64Array) -> Int64Array:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from prismcalib.alignment import Alignment, align_clocks
 from prismcalib.assembly import Values
-from prismcalib.clocks import Spread
+from prismcalib.clocks import Spread, worst_group
 from prismcalib.errors import ClockError, MergeInputError
 from prismcalib.graph import Graph, Int64Array
 from prismcalib.instances import Members, members_of, number
@@ -353,13 +353,19 @@ def _check_ends(
     np.minimum.at(first_end, instance, end[row])
     np.maximum.at(last_end, instance, end[row])
     several = np.bincount(instance, minlength=arrivals.count) > 1
-    spread = Spread.of((last_end - first_end)[several])
+    spreads = (last_end - first_end)[several]
+    spread = Spread.of(spreads)
     if spread is None:
         return None
-    if spread.median_ns > clocks.max_residual_ns:
+    group = np.zeros(arrivals.count, np.int64)
+    group[instance] = rows.group[row]
+    found = worst_group(spreads, group[several], clocks.max_residual_ns)
+    if found is not None:
+        worst, median_ns, count = found
         raise ClockError(
-            f"ends of the same operation lie {spread.median_ns / 1e6:.3f} ms apart (median of "
-            f"{int(several.sum())}), more than the {clocks.max_residual_ns / 1e6:.3f} ms allowed",
+            f"ends of the same operation lie {median_ns / 1e6:.3f} ms apart (median of {count} in "
+            f"group {header.groups[worst].name}), more than the "
+            f"{clocks.max_residual_ns / 1e6:.3f} ms allowed",
             where=where,
             hint="the clocks of this slice's ranks differ; name one clock domain per host in its "
             "header so that they can be aligned, or accept it with --max-residual",
