@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         propagate_batch,
         slack,
     )
+    from prismcalib.resampling import Quantile, StepSpread
     from prismcalib.slices import SliceOptions, SlicesReport
     from prismcalib.stragglers import StragglerReport, find_stragglers
     from prismcalib.waiting import WaitRules
@@ -61,6 +62,7 @@ __all__ = [
     "MissingMemberError",
     "PredicateError",
     "Prediction",
+    "Quantile",
     "Scale",
     "ScaleGaps",
     "Scenario",
@@ -68,6 +70,7 @@ __all__ = [
     "SetDuration",
     "SliceOptions",
     "SlicesReport",
+    "StepSpread",
     "StragglerReport",
     "StructureError",
     "SwapDurations",
@@ -104,6 +107,7 @@ _HOMES = {
         "propagate_batch",
         "slack",
     ),
+    "resampling": ("Quantile", "StepSpread"),
     "slices": ("SliceOptions", "SlicesReport"),
     "stragglers": ("StragglerReport", "find_stragglers"),
     "waiting": ("WaitRules",),

@@ -92,15 +92,30 @@ def critical_path(
 
 
 @app.command()
-def predict(trace: Calibrated, json: Json = False) -> None:
+def predict(
+    trace: Calibrated,
+    draws: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Windows of resampled steps, for the spread of the step time; 0: none.",
+        ),
+    ] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same spread.")] = 0,
+    json: Json = False,
+) -> None:
     """The step time this timeline implies, where each rank spends it, and what it rests on.
+
+    With two or more alike steps also how much it varies: every rank repeats steps of its own,
+    chosen at random, and the window is computed anew.
 
     Example: prismcalib predict aligned.parquet
     """
     from prismcalib.durations import format_ns
     from prismcalib.prediction import predict as predict_step
 
-    prediction = predict_step(trace)
+    with progress("resampling steps"):
+        prediction = predict_step(trace, draws=draws, seed=seed)
     if json:
         print_json(prediction.as_dict())
         return
@@ -111,6 +126,21 @@ def predict(trace: Calibrated, json: Json = False) -> None:
     )
     if prediction.steps["step"].null_count():
         print("the trace marks no steps: this is its whole window")
+    spread = prediction.spread
+    if spread is not None:
+        print()
+        table(
+            f"how much it varies: {spread.simulated_steps} steps, drawn from "
+            f"{spread.observed_steps} of every rank",
+            ("quantile", "step time", "90 % sure it is between", "and"),
+            [
+                (f"p{round(100 * quantile.level)}", *map(format_ns, times))
+                for quantile in spread.quantiles
+                for times in [(quantile.ns, quantile.low_ns, quantile.high_ns)]
+            ],
+        )
+    elif draws and not prediction.steps["step"].null_count():
+        print(f"no spread: {prediction.why_no_spread}")
     window = max(prediction.window_ns, 1)
     print()
     table(

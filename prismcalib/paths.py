@@ -19,7 +19,7 @@ from prismcalib.waiting import waiting_rows
 from prismtrace.schema import LOCAL_KINDS, TraceHeader, TraceKind
 from prismtrace.trace import Trace, open_trace
 
-__all__ = ["CriticalPath", "calibrated_trace", "critical_path", "cut_path"]
+__all__ = ["CriticalPath", "calibrated_trace", "critical_path", "cut_path", "stored_path"]
 
 ShareColumn = Literal["kind", "rank", "group", "phase", "step"]
 
@@ -101,7 +101,7 @@ def critical_path(
     """
     trace = calibrated_trace(source)
     graph, rows = graph_from_trace(trace)
-    return _cut(graph, _stored_timing(graph, rows), rows, trace)
+    return stored_path(graph, rows, trace.header)
 
 
 def calibrated_trace(
@@ -133,11 +133,13 @@ def _stored_timing(graph: Graph, rows: pl.DataFrame) -> Timing:
     )
 
 
-def _cut(graph: Graph, timing: Timing, rows: pl.DataFrame, trace: Trace) -> CriticalPath:
+def stored_path(graph: Graph, rows: pl.DataFrame, header: TraceHeader) -> CriticalPath:
+    """The critical path of the timing that a calibrated trace holds."""
+    timing = _stored_timing(graph, rows)
     reached, left = critical_arrays(graph, timing)
     return cut_path(
         rows[left],
-        trace.header,
+        header,
         reached_start_ns=timing.start_ns[reached],
         left_end_ns=timing.end_ns[left],
         transfers=waiting_rows(graph)[left],

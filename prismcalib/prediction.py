@@ -9,7 +9,9 @@ from typing import Any
 
 import polars as pl
 
-from prismcalib.paths import CriticalPath, calibrated_trace, critical_path, inner_idle
+from prismcalib.build import graph_from_trace
+from prismcalib.paths import CriticalPath, calibrated_trace, inner_idle, stored_path
+from prismcalib.resampling import StepSpread, resample_steps, why_not_resampled
 from prismtrace.schema import LOCAL_KINDS
 from prismtrace.trace import Trace
 
@@ -29,6 +31,8 @@ class Prediction:
             (nothing but waiting for other ranks), gap_ns (nothing at all); they add up to
             the window. And inner_idle_ns: idle time inside the spans that count as busy
             (launch gaps between kernels), summed over streams.
+        spread: quantiles of the step time from resampled steps, see `prismcalib.resampling`.
+        why_no_spread: why there is none.
         basis: share of the critical path that rests on each kind of knowledge, largest
             first; the shares add up to 1.
     """
@@ -37,6 +41,8 @@ class Prediction:
     steps: pl.DataFrame
     ranks: pl.DataFrame
     basis: dict[str, float]
+    spread: StepSpread | None = None
+    why_no_spread: str | None = None
 
     @property
     def step_ns(self) -> int:
@@ -54,33 +60,47 @@ class Prediction:
             "steps": self.steps.to_dicts(),
             "ranks": self.ranks.to_dicts(),
             "basis": self.basis,
+            "spread": None if self.spread is None else self.spread.as_dict(),
+            "why_no_spread": self.why_no_spread,
         }
 
 
 def predict(
     source: Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    draws: int = 200,
+    seed: int = 0,
 ) -> Prediction:
-    """Step time of a calibrated trace.
+    """Step time of a calibrated trace, and how much it varies if there are several steps.
+
+    Args:
+        source: a calibrated trace.
+        draws: how many windows of resampled steps to propagate; 0: none.
+        seed: the same seed gives the same quantiles.
 
     Raises:
         MergeInputError: the trace is not calibrated.
     """
     trace = calibrated_trace(source)
-    path = critical_path(trace)
-    nodes = trace.nodes.select(
+    graph, rows = graph_from_trace(trace)
+    path = stored_path(graph, rows, trace.header)
+    nodes = rows.select(
         "rank",
         "step",
         "kind",
         "start_ns",
         "wait_ns",
         end_ns=pl.col("start_ns") + pl.col("dur_ns"),
-        inner_idle_ns=inner_idle(trace.nodes.collect_schema().names()),
-    ).collect()
+        inner_idle_ns=inner_idle(rows.columns),
+    )
+    obstacle = why_not_resampled(rows) if draws else "no draws were asked for"
     return Prediction(
         window_ns=path.length_ns,
         steps=_steps(nodes, path.length_ns),
         ranks=_ranks(nodes, path.length_ns),
         basis=_basis(path),
+        spread=None if obstacle else resample_steps(graph, rows, draws=draws, seed=seed),
+        why_no_spread=obstacle,
     )
 
 

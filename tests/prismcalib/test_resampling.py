@@ -1,0 +1,113 @@
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+
+from prismcalib import synth
+from prismcalib.build import graph_from_trace
+from prismcalib.errors import CalibError
+from prismcalib.merging import merge
+from prismcalib.prediction import predict
+from prismcalib.propagation import propagate
+from prismcalib.resampling import resample_steps, why_not_resampled
+from prismcalib.waiting import WaitRules
+
+CALM = {"jitter": 0, "step_jitter": 0, "comm_jitter": 0, "moe_imbalance": 0, "end_spread_ns": 0}
+
+
+def job(**changes):
+    return synth.JobSpec(
+        **{"pp": 2, "tp": 1, "dp": 4, "layers_per_stage": 1, "steps": 10, "seed": 1, **changes}
+    )
+
+
+def test_equal_steps_do_not_vary():
+    trace = merge(synth.generate(job(**CALM))).trace
+    spread = predict(trace, draws=20).spread
+    step = int(predict(trace).steps["duration_ns"][-1])
+    assert spread.observed_steps == 10
+    assert spread.simulated_steps == 20 * 9
+    for quantile in spread.quantiles:
+        assert quantile.ns == quantile.low_ns == quantile.high_ns == step
+
+
+@pytest.mark.parametrize(
+    ("levels", "changes"),
+    # Tails that were not observed cannot be drawn: of much jitter only the middle.
+    [((0.05, 0.5, 0.95), {}), ((0.5,), {"pp": 1, "dp": 8, "step_jitter": 0.2})],
+)
+def test_quantiles_are_those_of_the_job(levels, changes):
+    truth = np.diff(synth.step_ends_ns(job(steps=200, seed=9, **changes)))
+    trace = merge(synth.generate(job(steps=16, **changes))).trace
+    for quantile in predict(trace).spread.quantiles:
+        if quantile.level not in levels:
+            continue
+        true = np.quantile(truth, quantile.level)
+        width = max(quantile.high_ns - quantile.low_ns, 0.03 * true)
+        assert quantile.low_ns - width / 2 <= true <= quantile.high_ns + width / 2
+        assert quantile.low_ns <= quantile.ns <= quantile.high_ns
+
+
+def test_medians_of_operations_give_too_short_a_step():
+    # Every step one of eight ranks is slow; the median of every operation is the quick one.
+    changes = {"pp": 1, "dp": 8, "step_jitter": 0.3}
+    trace = merge(synth.generate(job(steps=15, **changes))).trace
+    graph, rows = graph_from_trace(trace)
+    place = pl.int_range(pl.len()).over("rank", "step")
+    middle = (
+        rows.with_columns(own=pl.Series(graph.duration_ns), place=place)
+        .select(pl.col("own").median().over("rank", "place"))
+        .to_series()
+        .cast(pl.Int64)
+    )
+    calm = propagate(replace(graph, duration_ns=middle.to_numpy()))
+    truth = np.median(np.diff(synth.step_ends_ns(job(steps=200, seed=9, **changes))))
+    resampled = predict(trace).spread.quantiles[1].ns
+    assert calm.makespan_ns / 15 < 0.9 * truth
+    assert abs(resampled - truth) < abs(calm.makespan_ns / 15 - truth) / 2
+
+
+def test_engines_and_seeds(make_run):
+    trace = merge(make_run(steps=4).trace).trace
+    graph, rows = graph_from_trace(trace)
+    spreads = [resample_steps(graph, rows, draws=9, engine=e) for e in ("python", "array")]
+    assert spreads[0] == spreads[1] == resample_steps(graph, rows, draws=9)
+    assert resample_steps(graph, rows, draws=9, seed=1) != spreads[0]
+    as_dict = spreads[0].as_dict()
+    assert as_dict["p50"]["step_ns"] == spreads[0].quantiles[1].ns
+
+
+def test_wait_rules_hold_in_every_draw(make_run):
+    trace = merge(make_run(steps=3).trace, rules=WaitRules(eager_below=1 << 30)).trace
+    assert predict(trace, draws=5).spread.draws == 5
+
+
+def test_why_there_is_no_spread(make_run):
+    one = merge(make_run(steps=1).trace)
+    assert "two steps" in predict(one.trace).why_no_spread
+    assert predict(one.trace).spread is None
+    three = merge(make_run(steps=3).trace)
+    assert predict(three.trace, draws=0).why_no_spread == "no draws were asked for"
+    rows = three.nodes
+    assert why_not_resampled(rows) is None
+    assert "number of operations" in why_not_resampled(rows[1:])
+    renamed = rows.with_columns(
+        kind=pl.when(pl.int_range(pl.len()) == 0)
+        .then(pl.lit("memcpy", dtype=rows.schema["kind"]))
+        .otherwise("kind")
+    )
+    assert "in their operations" in why_not_resampled(renamed)
+    graph, _ = graph_from_trace(three.trace)
+    with pytest.raises(CalibError, match="operations"):
+        resample_steps(graph, renamed)
+    with pytest.raises(CalibError, match="no draws"):
+        resample_steps(graph, rows, draws=0)
+
+
+def test_rows_outside_steps_stay(make_run):
+    result = merge(make_run(steps=3).trace)
+    nodes = result.nodes.with_columns(step=pl.when(pl.col("step") > 0).then("step").otherwise(None))
+    spread = predict(replace(result.trace, nodes=nodes.lazy()), draws=4).spread
+    assert spread.observed_steps == 2
+    assert spread.simulated_steps == 8
