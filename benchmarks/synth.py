@@ -38,8 +38,6 @@ def run(task: str, spec: synth.JobSpec, folder: Path, block: int) -> int:
         kind = "recorded" if task == "job" else "bare"
         synth.write_job(spec, folder, block, kind=kind)
         return Job(spec).rows
-    if task == "polars alone":
-        return rewrite(spec, folder, block)
     virtual = "early" if task == "slices" else "none"
     paths = synth.cut_into_slices(spec, folder, block, virtual=virtual, noise=0.02)
     import polars as pl
@@ -47,8 +45,8 @@ def run(task: str, spec: synth.JobSpec, folder: Path, block: int) -> int:
     return sum(pl.scan_parquet(path).select(pl.len()).collect().item() for path in paths)
 
 
-def rewrite(spec: synth.JobSpec, folder: Path, block: int) -> int:
-    """Time the mere writing of one file with real values, over and over."""
+def rewrite(spec: synth.JobSpec, folder: Path, block: int) -> None:
+    """Time the mere writing of one file whose rows are in memory."""
     from prismtrace.trace import open_trace, write_nodes
 
     small = synth.JobSpec(
@@ -59,8 +57,8 @@ def rewrite(spec: synth.JobSpec, folder: Path, block: int) -> int:
     rows = trace.collect()
     begin = time.process_time()
     write_nodes(trace.header, rows.lazy(), folder / "again.parquet")
-    print(f"{(time.process_time() - begin) / rows.height * 1e9:6.0f} ns/row CPU", end=" ")
-    return rows.height
+    used = time.process_time() - begin
+    print(f"{rows.height:11,} rows {used:26.2f} s CPU {used / rows.height * 1e9:6.0f} ns/row")
 
 
 def main() -> None:
@@ -74,6 +72,9 @@ def main() -> None:
     options = parser.parse_args()
     spec = spec_of(options.ranks, options.steps)
     block = min(options.block, options.ranks)
+    if options.child and options.task == ["polars alone"]:
+        rewrite(spec, options.folder, block)
+        return
     if options.child:
         begin, used = time.perf_counter(), time.process_time()
         rows = run(options.task[0], spec, options.folder, block)
