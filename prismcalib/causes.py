@@ -167,7 +167,8 @@ def _device_time(rows: pl.DataFrame, actual: Int64Array) -> Int64Array:
     if "x_busy_ns" not in rows.columns:
         return actual
     busy = rows["x_busy_ns"].cast(pl.Int64).fill_null(pl.Series(actual)).to_numpy()
-    return np.minimum(busy, actual)
+    at_most: Int64Array = np.minimum(busy, actual)
+    return at_most
 
 
 def _rank_factors(units: pl.DataFrame) -> pl.DataFrame:

@@ -84,8 +84,6 @@ def peer_durations(
     found = table.join(classes, on="class", how="left", maintain_order="left", nulls_equal=True)
     typical = np.rint(found["typical"].to_numpy()).astype(np.int64)
     lonely = found["lonely"].to_numpy()
-    if header.world_size == 1:
-        return typical, 0
     return np.where(lonely, duration_ns, typical), int(lonely.sum())
 
 

@@ -188,7 +188,7 @@ def find_stragglers(
         parts[sort] = _judge(timeline, actual, ideal, two, label, names, worst)
         if len(worst) < len(names):
             left_out[sort] = len(names) - len(worst)
-    base = timeline.observed_ns(rows)
+    base = timeline.observed_ns(rows, header)
     return StragglerReport(
         steps=timeline.steps,
         base_ns=base,
@@ -291,13 +291,16 @@ class Timeline:
         """Scenarios to propagate at once."""
         return max(2, min(_MOST_SCENARIOS, _BATCH_BYTES // (8 * self.graph.rows)))
 
-    def observed_ns(self, rows: pl.DataFrame) -> Int64Array:
+    def observed_ns(self, rows: pl.DataFrame, header: TraceHeader) -> Int64Array:
         """int64[S], step times as the trace has them, launch delays included."""
         start = rows["start_ns"].to_numpy()
         end = start + rows["dur_ns"].to_numpy()
         inside = self.step >= 0
         last = np.full(len(self.steps), start.min())
         np.maximum.at(last, self.step[inside], end[inside])
+        if header.extra.get("sampled_steps"):
+            # Laid out one behind the other: a step begins where the one before ended.
+            return np.diff(last, prepend=np.int64(0))
         if self.separate:
             first = np.full(len(self.steps), end.max())
             np.minimum.at(first, self.step[inside], start[inside])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import polars as pl
 import pytest
@@ -20,20 +17,8 @@ from prismtrace.errors import (
     SourceFormatError,
     ValidationError,
 )
+from tests.prismtrace import operation_logs as logs
 
-
-def _simulator():
-    path = Path(__file__).with_name("operation_logs.py")
-    spec = importlib.util.spec_from_file_location("operation_logs", path)
-    module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-logs = _simulator()
 TICK = logs.TICK_NS
 
 
