@@ -22,6 +22,7 @@ from prismcalib.clocks import (
     group_min,
     worst_group,
 )
+from prismcalib.drift import Drift, fit_drift
 from prismcalib.errors import ClockError
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismtrace.ranks import format_ranks
@@ -36,12 +37,16 @@ _MOST_INCONSISTENT = 0.05
 
 @dataclass(frozen=True)
 class DomainReport:
-    """Offset of one clock, added to its times; ranks as text such as `0-7`."""
+    """Offset of one clock, added to its times; ranks as text such as `0-7`.
+
+    `drift_ppm` is how much slower it runs than that of the reference; 0 where nothing shows.
+    """
 
     ranks: str
     host: str | None
     offset_ns: int
     uncertainty_ns: int | None
+    drift_ppm: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,20 @@ class Alignment:
     origin_ns: int
     domains: tuple[ClockDomain, ...]
     report: ClockReport
+    reference: int
+    drift: Drift
+
+    def common_ns(self, rank: Int32Array, times_ns: Int64Array) -> Int64Array:
+        """int64[m]: other times of some ranks on the same clock as `start_ns`.
+
+        Ranks without a clock of their own are taken to share that of the reference.
+        """
+        number = {rank: i for i, clock in enumerate(self.domains) for rank in clock.ranks}
+        ranks = pl.Series(rank)
+        domain = ranks.replace_strict(number, default=self.reference, return_dtype=pl.Int32)
+        offset = np.array([clock.offset_ns or 0 for clock in self.domains])
+        shift = offset[domain.to_numpy()] + self.drift.shift(domain.to_numpy(), times_ns)
+        return np.asarray(times_ns + shift - self.origin_ns, np.int64)
 
 
 def align_clocks(
@@ -102,15 +121,18 @@ def align_clocks(
     if keep:
         offset = np.array([clock.offset_ns or 0 for clock in domains])
         fit = ClockFit(offset, np.zeros(0, np.int64), tier == tier.min(initial=2))
+        drift = Drift.none(len(domains))
     else:
-        fit = _fit(instance, domain[compared], end[compared], tier, domains, reference)
-    used, shift = fit.used, fit.offset_ns[domain]
+        fit, drift = _fit(instance, domain[compared], end[compared], tier, domains, reference)
+    used = fit.used
     before = end_spreads(instance[used], end[compared][used])
-    after = end_spreads(instance[used], (end + shift)[compared][used])
-    aligned = start + shift
+    aligned = start + fit.offset_ns[domain] + drift.shift(domain, start)
+    # Durations are measured by the same clock as starts.
+    aligned_end = end + fit.offset_ns[domain] + drift.shift(domain, end)
+    after = end_spreads(instance[used], aligned_end[compared][used])
     symmetric = compared[tier == 0]
     inconsistent = _inconsistent(
-        graph.instance[symmetric], aligned[symmetric], (end + shift)[symmetric]
+        graph.instance[symmetric], aligned[symmetric], aligned_end[symmetric]
     )
     uncertainty = [None if keep else int(value) for value in fit.uncertainty_ns]
     uncertainty += [None] * (len(domains) - len(uncertainty))
@@ -123,9 +145,13 @@ def align_clocks(
         reference_rank=int(rows["rank"][0]),
         domains=tuple(
             DomainReport(
-                format_ranks(clock.ranks), clock.host, clock.offset_ns or 0, clock.uncertainty_ns
+                format_ranks(clock.ranks),
+                clock.host,
+                clock.offset_ns or 0,
+                clock.uncertainty_ns,
+                round(float(rate) * 1e6, 3),
             )
-            for clock in solved
+            for clock, rate in zip(solved, drift.rate, strict=True)
         ),
         operations=len(after),
         end_spread_before=Spread.of(before),
@@ -135,7 +161,9 @@ def align_clocks(
     worst = _worst_group(rows, header, compared[used], instance[used], after, max_residual_ns)
     _refuse(report, inconsistent, graph, symmetric, max_residual_ns, worst)
     origin = int(aligned.min())
-    return Alignment(aligned - origin, end + shift - origin, origin, solved, report)
+    return Alignment(
+        aligned - origin, aligned_end - origin, origin, solved, report, reference, drift
+    )
 
 
 def _domains(rows: pl.DataFrame, header: TraceHeader) -> tuple[ClockDomain, ...]:
@@ -176,9 +204,16 @@ def _fit(
     tier: Int32Array,
     domains: tuple[ClockDomain, ...],
     reference: int,
-) -> ClockFit:
+) -> tuple[ClockFit, Drift]:
     try:
-        return fit_offsets(instance, domain, end, tier, len(domains), reference)
+        fit = fit_offsets(instance, domain, end, tier, len(domains), reference)
+        used = fit.used
+        drift = fit_drift(instance[used], domain[used], end[used], fit.offset_ns, reference)
+        if drift.rate.any():
+            # What looked like noise may have been drift.
+            steady = end + drift.shift(domain, end)
+            fit = fit_offsets(instance, domain, steady, tier, len(domains), reference)
+        return fit, drift
     except ClockError as error:
         lost = [domains[number] for number in error.domains]
         names = "; ".join(

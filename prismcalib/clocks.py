@@ -28,6 +28,7 @@ __all__ = [
     "end_spreads",
     "fit_offsets",
     "group_max",
+    "group_median",
     "group_min",
     "worst_group",
 ]
@@ -191,7 +192,7 @@ def _edges(
     number = number.ravel()
     best_tier = group_min(number, tier[order][apart].astype(np.int64))
     rank = np.lexsort((names[1], names[0], -counts, best_tier))
-    offset = _group_median(number, delta[apart])
+    offset = group_median(number, delta[apart])
     return _Edges(names[0][rank], names[1][rank], offset[rank])
 
 
@@ -252,7 +253,7 @@ def _refine(
     for _ in range(_ROUNDS):
         aligned = end + offset[domain]
         correction = np.zeros_like(offset)
-        moved = _group_median(domain, _group_median(number, aligned)[number] - aligned)
+        moved = group_median(domain, group_median(number, aligned)[number] - aligned)
         correction[: len(moved)] = moved
         correction -= correction[reference]
         offset = offset + correction
@@ -277,7 +278,7 @@ def _uncertainty(
     """int64[D]: see `ClockFit`."""
     aligned = end + offset[domain]
     number = np.unique(instance, return_inverse=True)[1]
-    distance = np.abs(_group_median(number, aligned)[number] - aligned)
+    distance = np.abs(group_median(number, aligned)[number] - aligned)
     return _per_domain(domain, distance, 0.95, len(offset))
 
 
@@ -292,7 +293,7 @@ def _per_domain(domain: NDArray[Any], values: Int64Array, share: float, domains:
     return result
 
 
-def _group_median(number: NDArray[Any], values: Int64Array) -> Int64Array:
+def group_median(number: NDArray[Any], values: Int64Array) -> Int64Array:
     """Exact integer median of each group, the mean of the middle two rounded down; 0 if empty.
 
     Not with floats: times since 1970 in nanoseconds need more than their 53 bits.

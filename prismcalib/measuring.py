@@ -140,22 +140,18 @@ def measure(path: Path, header: TraceHeader, clocks: Clocks, warmup: int) -> Exe
     table, chained = chain_steps(table)
     rows = rows_of(table, header, where)
     start, end, origin, related = rows.start, rows.start + rows.dur, info.origin_ns, 1
-    shift_of: dict[int, int] = {}
+    alignment = None
     members = members_of(rows, header)
     if len({clock.id for clock in header.clock if set(clock.ranks) & present}) > 1:
         alignment = _aligned(rows, table, members, header, clocks, where)
         start, end = alignment.start_ns, alignment.end_ns
-        shift_of = {
-            rank: (clock.offset_ns or 0) - alignment.origin_ns
-            for clock in alignment.domains
-            for rank in clock.ranks
-        }
         related = len(alignment.domains)
-        reference = shift_of.get(int(rows.rank[0]), -alignment.origin_ns)
-        origin = None if origin is None else origin + reference
+        if origin is not None:
+            begun = alignment.common_ns(rows.rank[:1], np.array([origin]))
+            origin = int(begun[0])
     begin = int(start.min()) if origin is None else origin
 
-    arrivals = _arrive(members, start, virtual, shift_of, header, where)
+    arrivals = _arrive(members, start, virtual, alignment, header, where)
     spread = _check_ends(rows, arrivals, start, end, clocks, header, where)
     duration, source, early, late = _transfers(rows, arrivals, end, header)
     gap, overlap = _gaps(rows, start, end)
@@ -243,7 +239,7 @@ def _arrive(
     members: Members,
     start: Int64Array,
     virtual: pl.DataFrame | None,
-    shift_of: dict[int, int],
+    alignment: Alignment | None,
     header: TraceHeader,
     where: str,
 ) -> _Arrivals:
@@ -253,9 +249,8 @@ def _arrive(
         others = virtual.filter(pl.col("start_ns").is_not_null() & pl.col("seq").is_not_null())
         guests = rows_of(others, header, where, partial=True)
         arrived = guests.start
-        if shift_of:
-            shift = pl.Series(guests.rank).replace_strict(shift_of, default=0).to_numpy()
-            arrived = arrived + shift
+        if alignment is not None:
+            arrived = alignment.common_ns(guests.rank, arrived)
         joined = members_of(guests, header)
         pairs = np.union1d(members.pairs, joined.pairs)
         channel = np.concatenate(
