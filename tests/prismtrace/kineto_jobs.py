@@ -18,6 +18,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -133,6 +134,7 @@ class Job:
         major, minor = self.torch.split(".")
         return int(major), int(minor)
 
+    @cached_property
     def groups(self) -> list[Group]:
         """The default group, then those of tensor, data and pipeline parallelism."""
         world = range(self.world_size)
@@ -151,8 +153,17 @@ class Job:
                 found.append(Group(str(next(number)), desc, ranks))
         return [*found, *self.extra_groups]
 
+    @cached_property
+    def groups_of(self) -> list[list[Group]]:
+        """The groups of each rank, as its own process lists them."""
+        found: list[list[Group]] = [[] for _ in range(self.world_size)]
+        for group in self.groups:
+            for rank in group.ranks:
+                found[rank].append(group)
+        return found
+
     def group_of(self, rank: int, desc: str) -> Group:
-        return next(g for g in self.groups() if g.desc == desc and rank in g.ranks)
+        return next(g for g in self.groups_of[rank] if g.desc == desc)
 
     def program(self, rank: int) -> Iterator[Action]:
         """The training loop of a rank (GPipe order), or its own program."""
@@ -211,7 +222,7 @@ class Job:
             "world_size": self.world_size,
         }
         if self.version >= (2, 4):
-            own = [g for g in self.groups() if recorder.rank in g.ranks]
+            own = self.groups_of[recorder.rank]
             info |= {
                 "pg_count": len(own),
                 "pg_config": [
@@ -432,7 +443,7 @@ class _Waiting:
 
 def simulate(job: Job) -> dict[int, Recorder]:
     """Run all ranks' programs; raises RuntimeError on a deadlock."""
-    groups = {group.name: group for group in job.groups()}
+    groups = {group.name: group for group in job.groups}
     recorders = {rank: Recorder(job, rank) for rank in range(job.world_size)}
     programs = {rank: job.program(rank) for rank in recorders}
     waiting: dict[int, _Waiting] = {}
@@ -525,16 +536,18 @@ def _complete(
         for key in state.keys:
             members[key].append(rank)
     needed = {key: len(groups[key[0]].ranks) if isinstance(key[0], str) else 2 for key in members}
-    ready = [
+    ready = {
         rank
         for rank, state in waiting.items()
         if all(len(members[key]) == needed[key] for key in state.keys)
-    ]
+    }
     # A batch can only end when the batches of its partners can.
     while True:
-        kept = [
-            r for r in ready if all(m in ready for key in waiting[r].keys for m in members[key])
-        ]
+        kept = {
+            rank
+            for rank in ready
+            if all(member in ready for key in waiting[rank].keys for member in members[key])
+        }
         if len(kept) == len(ready):
             break
         ready = kept
@@ -550,7 +563,7 @@ def _complete(
 
 
 def _clusters(
-    ready: list[int], waiting: dict[int, _Waiting], members: dict[Any, list[int]]
+    ready: set[int], waiting: dict[int, _Waiting], members: dict[Any, list[int]]
 ) -> list[list[int]]:
     """Ranks that end together, sorted."""
     left = set(ready)

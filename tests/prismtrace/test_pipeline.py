@@ -344,8 +344,9 @@ BAD: dict[str, tuple[list[Any], type[PrismError], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize(
+    ("case", "jobs"), [*((case, 1) for case in BAD), ("truncated", 2), ("duplicate ranks", 2)]
+)
 def test_bad_input_is_one_error_and_leaves_nothing(case: str, jobs: int, tmp_path: Path) -> None:
     contents, kind, text = BAD[case]
     folder = tmp_path / "in"
