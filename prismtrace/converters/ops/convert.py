@@ -20,13 +20,12 @@ from prismtrace.converters.parts import disk_errors
 from prismtrace.errors import OutputError, ValidationError
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import (
-    INDEX_BITS,
     ClockDomain,
     TraceHeader,
     TraceKind,
     TransferSource,
 )
-from prismtrace.trace import Trace, conform, node_schema, write_nodes
+from prismtrace.trace import Trace, conform, node_ids, node_schema, write_nodes
 
 if TYPE_CHECKING:
     from prismtrace.converters.pipeline import ConvertReport
@@ -145,46 +144,59 @@ def _header(
 
 def _nodes(operations: Operations, links: Links, instances: Instances) -> pl.DataFrame:
     schema = node_schema()
-    rules, codes = operations.rules, pl.Series(operations.operation).cast(pl.UInt32)
-    rank, step = np.divmod(operations.segment, len(operations.steps))
-    first = np.searchsorted(rank, np.arange(operations.grid.ranks))
-    index = np.arange(operations.rows) - first[rank]
+    rank = operations.rank
+    first = np.searchsorted(rank, np.arange(operations.grid.ranks)).astype(np.int32)
+    index = np.arange(operations.rows, dtype=np.int32) - first[rank]
+    code = pl.col("operation").cast(pl.UInt32)
 
-    def by_operation(name: str, values: list[str | None]) -> pl.Series:
-        return pl.Series(name, values, dtype=schema[name]).gather(codes)
+    def by_operation(name: str, values: Sequence[str]) -> pl.Expr:
+        return pl.lit(pl.Series(name, values, dtype=schema[name])).gather(code).alias(name)
 
-    def optional(name: str, values: np.ndarray) -> pl.Series:
-        series = pl.Series(name, values).cast(schema[name], strict=False)
-        return pl.select(pl.when(series >= 0).then(series)).to_series().alias(name)
+    def optional(name: str) -> pl.Expr:
+        narrow = pl.col(name).cast(schema[name])
+        return pl.when(narrow >= 0).then(narrow)
 
-    member = instances.transfer_ns >= 0
-    source = pl.Series(
-        [None, TransferSource.MEASURED.value], dtype=schema["transfer_source"]
-    ).gather(pl.Series(member).cast(pl.UInt32))
+    source = pl.lit(TransferSource.MEASURED.value).cast(schema["transfer_source"])
     columns = {
-        "id": (rank << INDEX_BITS) | index,
-        "rank": rank.astype(np.int32),
-        "index": index.astype(np.int32),
-        "kind": by_operation("kind", [rule.kind.value for rule in rules]),
-        "name": by_operation("name", list(operations.names)),
-        "stream": links.stream.astype(np.int16),
-        "batch": optional("batch", links.batch),
-        "step": operations.steps.astype(np.int32)[step],
-        "microbatch": optional("microbatch", operations.microbatch),
-        "phase": by_operation("phase", [rule.phase.value for rule in rules]),
-        "group": optional("group", instances.group),
-        "seq": optional("seq", instances.seq),
-        "peer": optional("peer", instances.peer),
+        "operation": operations.operation,
+        "rank": rank,
+        "index": index,
+        "stream": links.stream,
+        "batch": links.batch,
+        "step": operations.step,
+        "microbatch": operations.microbatch,
+        "chunk": operations.chunk,
+        "group": instances.group,
+        "seq": instances.seq,
+        "peer": instances.peer,
         "start_ns": operations.start_ns,
-        "dur_ns": operations.end_ns - operations.start_ns,
-        "transfer_ns": optional("transfer_ns", instances.transfer_ns),
-        "transfer_source": source,
-        "real": np.ones(operations.rows, np.bool_),
+        "end_ns": operations.end_ns,
+        "transfer_ns": instances.transfer_ns,
+        "deps": pl.Series(links.deps).cast(pl.List(pl.UInt32)),
+        "dep_count": links.dep_count,
     }
-    if operations.has_chunks:
-        columns["chunk"] = operations.chunk.astype(np.int16)
-    deps = pl.Series("deps", links.deps).cast(pl.List(pl.UInt32))
-    columns |= {"deps": deps, "dep_count": links.dep_count}
-    return (
-        pl.DataFrame(columns).with_columns(pl.col("deps").list.head("dep_count")).drop("dep_count")
+    number = pl.Series(operations.steps).cast(schema["step"])
+    return pl.DataFrame(columns).select(
+        "rank",
+        "index",
+        "start_ns",
+        id=node_ids(pl.col("rank"), pl.col("index")),
+        kind=by_operation("kind", [rule.kind.value for rule in operations.rules]),
+        name=by_operation("name", operations.names),
+        phase=by_operation("phase", [rule.phase.value for rule in operations.rules]),
+        stream=pl.col("stream").cast(schema["stream"]),
+        step=pl.lit(number).gather(pl.col("step")),
+        batch=optional("batch"),
+        microbatch=optional("microbatch"),
+        group=optional("group"),
+        seq=optional("seq"),
+        peer=optional("peer"),
+        chunk=pl.col("chunk").cast(schema["chunk"])
+        if operations.has_chunks
+        else pl.lit(None, dtype=schema["chunk"]),
+        dur_ns=pl.col("end_ns") - pl.col("start_ns"),
+        transfer_ns=optional("transfer_ns"),
+        transfer_source=pl.when(pl.col("transfer_ns") >= 0).then(source),
+        real=pl.lit(value=True),
+        deps=pl.col("deps").list.head("dep_count"),
     )

@@ -88,7 +88,12 @@ def rank_grid(table: pl.DataFrame) -> tuple[IntArray, RankGrid]:
     lanes, lane = dense_positions(table, "tp_rank")
     if "rank" in table.columns:
         number, rank = dense_positions(table, "rank")
-        places = [_place_of_rank(number, rank, index) for index in (stage, lane)]
+        places = [
+            _place_of_rank(number, rank, index)
+            if name in table.columns
+            else np.zeros(len(number), np.int64)
+            for name, index in (("stage", stage), ("tp_rank", lane))
+        ]
         if "dp_rank" in table.columns:
             replicas, replica = dense_positions(table, "dp_rank")
             places.append(_place_of_rank(number, rank, replica))

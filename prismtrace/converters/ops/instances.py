@@ -146,7 +146,7 @@ def _grouped(
 
     A tensor-parallel collective of a log with one rank a team has no partners in it.
     """
-    rank = operations.segment[rows] // len(operations.steps)
+    rank = operations.rank[rows]
     code = operations.operation[rows]
     used = np.unique(code)
     scopes = {
@@ -193,8 +193,7 @@ def _match_collectives(
 ) -> int:
     if not len(rows):
         return 0
-    steps = len(operations.steps)
-    rank = operations.segment[rows] // steps
+    rank = operations.rank[rows]
     groups = len(book.found)
     seq[rows] = _occurrence(rank * groups + group[rows])
     # The instances of a group have consecutive numbers.
@@ -209,7 +208,7 @@ def _match_collectives(
     first[instance[::-1]] = rows[::-1]
     like = first[instance]
     differs = (operations.operation[rows] != operations.operation[like]) | (
-        operations.segment[rows] % steps != operations.segment[like] % steps
+        operations.step[rows] != operations.step[like]
     )
     wrong = np.flatnonzero(present != expected)
     if differs.any() or len(wrong):
@@ -259,7 +258,7 @@ def _match_pairs(
     if not len(sends) and not len(receives):
         return 0
     group, seq, peer, ready = columns
-    grid, steps = operations.grid, len(operations.steps)
+    grid = operations.grid
     if grid.pp_size == 1:
         raise AlignmentError(
             "sends and receives along the pipeline, but there is only one stage",
@@ -269,8 +268,8 @@ def _match_pairs(
     direction = 1 if phase is Phase.FORWARD else -1
     downstream = grid.at[(grid.stage + direction) % grid.pp_size, grid.dp, grid.tp]
     upstream = grid.at[(grid.stage - direction) % grid.pp_size, grid.dp, grid.tp]
-    sender = operations.segment[sends] // steps
-    receiver = operations.segment[receives] // steps
+    sender = operations.rank[sends]
+    receiver = operations.rank[receives]
     _require_both_ends(operations, phase, sends, receives, upstream)
 
     of_rank = _pipeline_groups(operations, phase, book)

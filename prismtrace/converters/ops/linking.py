@@ -73,10 +73,10 @@ class Links:
 
 @dataclass(frozen=True, eq=False)
 class _Chains:
-    """Rows of every stream, ascending; and of every row the one before in its chain, or -1."""
+    """Rows of every stream, ascending; and uint32[n] how far back a row's neighbour is, or 0."""
 
     rows: list[Int64Array]
-    before: Int64Array
+    back: NDArray[np.uint32]
 
 
 def rows_of_streams(operations: Operations) -> tuple[NDArray[np.uint8], list[Int64Array]]:
@@ -104,65 +104,63 @@ def link_operations(operations: Operations) -> Links:
     """
     stream, rows = rows_of_streams(operations)
     counts: Counter[str] = Counter()
-    chains = _Chains(rows, _before(operations, rows, counts))
-    found = [chains.before, np.full(operations.rows, -1), np.full(operations.rows, -1)]
-    last_computation = _latest(chains, _COMPUTE, operations.rows)
+    deps = [np.zeros(operations.rows, np.uint32) for _ in range(_MOST_DEPS)]
+    chains = _Chains(rows, deps[0])
+
+    def link(slot: int, source: Int64Array, target: Int64Array) -> int:
+        kept = source >= 0
+        if not kept.all():
+            source, target = source[kept], target[kept]
+        deps[slot][target] = target - source
+        return len(target)
+
+    for chain in rows:
+        counts["edge-chain"] += link(0, *_neighbours(operations, chain, counts))
     batch, coalesced = _coalesced(operations, stream)
 
-    for number in (3, 5):
-        receives = rows[number]
-        alone = receives[~coalesced[receives]]
-        found[1][alone] = _ended(operations, chains, alone, last_computation[alone])
-    collectives = rows[_COLLECTIVE]
-    found[1][collectives] = _ended(operations, chains, collectives, last_computation[collectives])
-    counts["edge-issue"] = int((found[1] >= 0).sum())
-
+    for number in (3, 5, _COLLECTIVE):
+        launched = rows[number][~coalesced[rows[number]]]
+        source = _ended(operations, chains, launched, rows[_COMPUTE])
+        counts["edge-issue"] += link(1, source, launched)
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         for source, target in _pipeline(operations, chains, phase):
-            found[1][target] = source
-            counts["edge-pipeline"] += len(target)
-    counts["edge-parameters"] = _link_parameters(operations, chains, found[2])
-    counts["edge-update"] = _link_updates(operations, chains, found[2])
-    deps, dep_count = _distances(operations, found)
-    return Links(stream, deps, dep_count, batch, counts)
+            counts["edge-pipeline"] += link(1, source, target)
+    counts["edge-parameters"] = link(2, *_parameters(operations, chains))
+    counts["edge-update"] = link(2, *_updates(operations, chains))
+    table, dep_count = _compacted(deps)
+    return Links(stream, table, dep_count, batch, counts)
 
 
-def _before(operations: Operations, rows: list[Int64Array], counts: Counter[str]) -> Int64Array:
-    before = np.full(operations.rows, -1, np.int64)
-    for chain in rows:
-        here, previous = chain[1:], chain[:-1]
-        same = operations.segment[here] == operations.segment[previous]
-        if not operations.sampled:
-            steps = len(operations.steps)
-            same = operations.segment[here] // steps == operations.segment[previous] // steps
-        before[here[same]] = previous[same]
-        late = operations.end_ns[previous] > operations.start_ns[here] + _TOLERANCE_NS
-        counts["operations-overlap"] += int((late & same).sum())
-    counts["edge-chain"] = int((before >= 0).sum())
-    return before
-
-
-def _latest(chains: _Chains, number: int, count: int) -> Int64Array:
-    """int64[n], the last row of a stream at or before each row, of any rank; -1: none."""
-    mark = np.full(count, -1, np.int64)
-    mark[chains.rows[number]] = chains.rows[number]
-    return np.maximum.accumulate(mark)
+def _neighbours(
+    operations: Operations, chain: Int64Array, counts: Counter[str]
+) -> tuple[Int64Array, Int64Array]:
+    """(source, target): rows of a stream that follow each other on one rank."""
+    turn = operations.segment if operations.sampled else operations.rank
+    here, previous = chain[1:], chain[:-1]
+    same = turn[here] == turn[previous]
+    late = operations.end_ns[previous] > operations.start_ns[here] + _TOLERANCE_NS
+    counts["operations-overlap"] += int((late & same).sum())
+    return previous[same], here[same]
 
 
 def _ended(
-    operations: Operations, chains: _Chains, rows: Int64Array, candidate: Int64Array
+    operations: Operations, chains: _Chains, rows: Int64Array, chain: Int64Array
 ) -> Int64Array:
-    """The candidate of each row, or the first before it in its chain, that ended in time."""
-    found = candidate.copy()
-    steps = len(operations.steps)
-    segment = operations.segment if operations.sampled else operations.segment // steps
-    found[segment[found] != segment[rows]] = -1
+    """For each row the last one of a chain before it that had ended when it started; or -1."""
+    found = np.full(len(rows), -1)
+    if not len(chain):
+        return found
+    place = np.searchsorted(chain, rows) - 1
+    found = np.where(place >= 0, chain[place], -1)
+    turn = operations.segment if operations.sampled else operations.rank
+    found[turn[found] != turn[rows]] = -1
     limit = operations.start_ns[rows] + _TOLERANCE_NS
     while True:
         early = np.flatnonzero((found >= 0) & (operations.end_ns[found] > limit))
         if not len(early):
             return found
-        found[early] = chains.before[found[early]]
+        back = chains.back[found[early]]
+        found[early] = np.where(back > 0, found[early] - back, -1)
 
 
 def _coalesced(
@@ -200,7 +198,7 @@ def _pipeline(
     )
     compute = chains.rows[_COMPUTE]
     compute = compute[computing[operations.operation[compute]]]
-    stage = operations.grid.stage[operations.segment[compute] // len(operations.steps)]
+    stage = operations.grid.stage[operations.rank[compute]]
     chunk = operations.chunk[compute]
     first = (stage == 0) & (chunk == 0)
     last = (stage == operations.grid.pp_size - 1) & (chunk == chunk.max(initial=0))
@@ -217,14 +215,13 @@ def _pipeline(
 def _require_pairs(
     operations: Operations, messages: Int64Array, computations: Int64Array, what: str
 ) -> None:
-    steps = len(operations.steps)
     counts = [
         np.bincount(operations.segment[rows], minlength=operations.segments)
         for rows in (messages, computations)
     ]
     differ = np.flatnonzero(counts[0] != counts[1])
     if len(differ):
-        rank, step = divmod(int(differ[0]), steps)
+        rank, step = divmod(int(differ[0]), len(operations.steps))
         raise AlignmentError(
             f"{counts[0][differ[0]]} {what} do not fit {counts[1][differ[0]]} computations "
             "that need one",
@@ -245,8 +242,8 @@ def _require_order(operations: Operations, earlier: Int64Array, later: Int64Arra
         )
 
 
-def _link_parameters(operations: Operations, chains: _Chains, found: Int64Array) -> int:
-    """The first forward computation of a chunk waits for the gathers of its parameters."""
+def _parameters(operations: Operations, chains: _Chains) -> tuple[Int64Array, Int64Array]:
+    """(source, target): gathers of a chunk's parameters, first forward computation of it."""
     rules = operations.rules
     gathers = np.array(
         [rule.kind.is_communication and rule.phase is Phase.FORWARD for rule in rules]
@@ -257,51 +254,40 @@ def _link_parameters(operations: Operations, chains: _Chains, found: Int64Array)
     comms, compute = chains.rows[_COLLECTIVE], chains.rows[_COMPUTE]
     comms = comms[gathers[operations.operation[comms]]]
     compute = compute[computes[operations.operation[compute]]]
-    if not len(comms) or not len(compute):
-        return 0
     chunks = int(operations.chunk.max()) + 1
     last_gather = np.full(operations.segments * chunks, -1, np.int64)
     last_gather[operations.segment[comms] * chunks + operations.chunk[comms]] = comms
     key = operations.segment[compute] * chunks + operations.chunk[compute]
     first = np.full(operations.segments * chunks, -1, np.int64)
     first[key[::-1]] = compute[::-1]
-    target = first[(first >= 0) & (last_gather >= 0)]
-    source = last_gather[(first >= 0) & (last_gather >= 0)]
+    known = (first >= 0) & (last_gather >= 0)
+    source, target = last_gather[known], first[known]
     in_time = (source < target) & (
         operations.end_ns[source] <= operations.start_ns[target] + _TOLERANCE_NS
     )
-    found[target[in_time]] = source[in_time]
-    return int(in_time.sum())
+    return source[in_time], target[in_time]
 
 
-def _link_updates(operations: Operations, chains: _Chains, found: Int64Array) -> int:
-    """Computations of the optimizer wait for the collective that ended before them."""
+def _updates(operations: Operations, chains: _Chains) -> tuple[Int64Array, Int64Array]:
+    """(source, target): the collective that ended before, computations of the optimizer."""
     updates = np.array(
         [rule.kind is Kind.COMPUTE and rule.phase is Phase.OPTIMIZER for rule in operations.rules]
     )
     rows = chains.rows[_COMPUTE]
     rows = rows[updates[operations.operation[rows]]]
-    if not len(rows) or not len(chains.rows[_COLLECTIVE]):
-        return 0
-    latest = _latest(chains, _COLLECTIVE, operations.rows)
-    source = _ended(operations, chains, rows, latest[rows])
-    found[rows] = source
-    return int((source >= 0).sum())
+    return _ended(operations, chains, rows, chains.rows[_COLLECTIVE]), rows
 
 
-def _distances(
-    operations: Operations, found: list[Int64Array]
+def _compacted(
+    deps: list[NDArray[np.uint32]],
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
-    """Distances back to the found rows, each once, the existing ones first."""
-    row = np.arange(operations.rows)
-    deps = np.zeros((operations.rows, _MOST_DEPS), np.uint32)
-    for slot, source in enumerate(found):
-        np.subtract(row, source, out=deps[:, slot], casting="unsafe", where=source >= 0)
-    first, second, third = (deps[:, slot] for slot in range(_MOST_DEPS))
+    """uint32[n, 3] distances, each once and the existing ones first; and how many there are."""
+    first, second, third = deps
     second[second == first] = 0
     third[(third == first) | (third == second)] = 0
-    for slot in (1, 0, 1):  # moves each distance to the front, past empty places
-        gap = np.flatnonzero((deps[:, slot] == 0) & (deps[:, slot + 1] != 0))
-        deps[gap, slot] = deps[gap, slot + 1]
-        deps[gap, slot + 1] = 0
-    return deps, (deps != 0).sum(axis=1, dtype=np.uint8)
+    for near, far in ((second, third), (first, second), (second, third)):
+        gap = np.flatnonzero((near == 0) & (far != 0))
+        near[gap] = far[gap]
+        far[gap] = 0
+    count = (first != 0).view(np.uint8) + (second != 0) + (third != 0)
+    return np.stack(deps, axis=1), count

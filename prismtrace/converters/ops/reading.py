@@ -29,7 +29,14 @@ __all__ = ["Operations", "read_operations"]
 _TURN = {Kind.RECV: 0, Kind.SEND: 3}
 _COMPUTE_TURN, _COMMUNICATION_TURN = 1, 2
 
+_LARGEST = {
+    **dict.fromkeys(("rank", "dp_rank", "stage", "tp_rank"), LARGEST_NUMBER),
+    "step": 2**31 - 1,
+    "microbatch": 2**31 - 1,
+    "chunk": 2**10,
+}
 _MOST_BITS = 63
+_EARLY_ROWS = 2**16
 # A day in the unit of the trace: beyond, the unit of the mapping is wrong.
 _LONGEST_NS = 24 * 3600 * 10**9
 
@@ -42,7 +49,8 @@ class Operations:
         names, rules: by operation code.
         grid: the ranks.
         steps: int64[S], numbers of the steps as in the log.
-        segment: int64[n], ``rank * S + position of the step``; does not decrease.
+        rank, step: int32[n], from 0; positions in the grid and in `steps`.
+        segment: int64[n], ``rank * S + step``; does not decrease.
         operation: uint8[n] operation code.
         start_ns, end_ns: int64[n].
         chunk: int[n], 0 where the log has none.
@@ -54,6 +62,8 @@ class Operations:
     rules: tuple[OperationRule, ...]
     grid: RankGrid
     steps: Int64Array
+    rank: IntArray
+    step: IntArray
     segment: Int64Array
     operation: NDArray[np.uint8]
     start_ns: Int64Array
@@ -75,9 +85,9 @@ class Operations:
 
     def place(self, row: int) -> str:
         """What errors call a row."""
-        rank, step = divmod(int(self.segment[row]), len(self.steps))
         name = self.names[self.operation[row]]
-        return f"{self.place_of(rank, step)} operation={name} at {self.start_ns[row]} ns"
+        place = self.place_of(int(self.rank[row]), int(self.step[row]))
+        return f"{place} operation={name} at {self.start_ns[row]} ns"
 
     def place_of(self, rank: int, step: int) -> str:
         """What errors call a rank in a step, by their positions."""
@@ -112,8 +122,11 @@ def read_operations(paths: Sequence[Path], mapping: ColumnMapping) -> Operations
         within = within - origin[step]
     segment = rank * np.int64(len(steps)) + step
     order = _issue_order(segment, within, rules, codes)
-    segment = segment[order]
-    start = origin[segment % len(steps)]
+    # Sorted: ranks and steps come in runs.
+    lengths = np.bincount(segment, minlength=grid.ranks * len(steps))
+    turns = np.arange(len(lengths))
+    step = np.repeat((turns % len(steps)).astype(np.int32), lengths)
+    start = origin[step]
     start += within[order]
     duration = table["end"].to_numpy() - table["start"].to_numpy()
 
@@ -128,7 +141,9 @@ def read_operations(paths: Sequence[Path], mapping: ColumnMapping) -> Operations
         rules=rules,
         grid=grid,
         steps=steps,
-        segment=segment,
+        rank=np.repeat((turns // len(steps)).astype(np.int32), lengths),
+        step=step,
+        segment=np.repeat(turns, lengths),
         operation=codes[order],
         start_ns=start,
         end_ns=start + duration[order],
@@ -225,8 +240,9 @@ def _check_values(table: pl.DataFrame, path: Path) -> None:
     }
     for name in numbers:
         problems[f"has no or a negative {name}"] = pl.col(name) < 0
-        if name != "step":
-            problems[f"has an absurd {name}"] = pl.col(name).cast(pl.Int64) > LARGEST_NUMBER
+    for name, largest in _LARGEST.items():
+        if name in table.columns:
+            problems[f"has an absurd {name}"] = pl.col(name).cast(pl.Int64) > largest
     if _looks_right(table, numbers):
         return
     counts = table.select(
@@ -251,14 +267,21 @@ def _looks_right(table: pl.DataFrame, numbers: list[str]) -> bool:
         shortest=duration.min(),
         longest=duration.max(),
         **{f"low_{name}": pl.col(name).min() for name in numbers},
-        **{f"high_{name}": pl.col(name).max() for name in numbers if name != "step"},
+        **{f"high_{name}": pl.col(name).max() for name in _LARGEST if name in table.columns},
     ).row(0)
     return bool(
         start >= 0
         and shortest >= 0
         and longest <= _LONGEST_NS
-        and min(rest, default=0) >= 0
-        and all(high <= LARGEST_NUMBER for high in rest[len(numbers) :])
+        and min(rest[: len(numbers)], default=0) >= 0
+        and all(
+            high <= largest
+            for high, largest in zip(
+                rest[len(numbers) :],
+                (largest for name, largest in _LARGEST.items() if name in table.columns),
+                strict=True,
+            )
+        )
     )
 
 
@@ -272,8 +295,11 @@ def _operation_codes(
     seen = np.zeros(int(physical.max()) + 1, np.bool_)
     seen[physical] = True
     present = np.flatnonzero(seen)
-    first = np.zeros(len(seen), np.int64)
-    first[physical[::-1]] = np.arange(len(physical))[::-1]
+    # Where each occurs first; nearly always all occur early.
+    first = np.full(len(seen), -1, np.int64)
+    for part in (physical[:_EARLY_ROWS], physical):
+        if (first[present] < 0).any():
+            first[part[::-1]] = np.arange(len(part))[::-1]
     spelled = text.gather(first[present]).cast(pl.String).to_list()
     names = sorted(spelled)
     unknown = [name for name in names if name not in mapping.operations]
