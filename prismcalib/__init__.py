@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prismcalib.build import graph_from_trace
+    from prismcalib.comparing import Comparison, compare
     from prismcalib.edits import Drop, Scale, ScaleGaps, SetDuration, SwapDurations, read_scenarios
     from prismcalib.errors import (
         CalibError,
         ClockError,
+        ComparisonError,
         CoverageError,
         CycleError,
         MergeInputError,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
         StructureError,
     )
     from prismcalib.graph import Graph
+    from prismcalib.health import Finding, Health, device_health
     from prismcalib.merging import MergeReport, MergeResult, merge
     from prismcalib.nxgraph import to_networkx
     from prismcalib.paths import CriticalPath, critical_path
@@ -51,11 +54,15 @@ __all__ = [
     "BatchTiming",
     "CalibError",
     "ClockError",
+    "Comparison",
+    "ComparisonError",
     "CoverageError",
     "CriticalPath",
     "CycleError",
     "Drop",
+    "Finding",
     "Graph",
+    "Health",
     "MergeInputError",
     "MergeReport",
     "MergeResult",
@@ -77,8 +84,10 @@ __all__ = [
     "Timing",
     "WaitRules",
     "WhatIf",
+    "compare",
     "critical_path",
     "critical_rows",
+    "device_health",
     "find_stragglers",
     "graph_from_trace",
     "merge",
@@ -93,8 +102,10 @@ __all__ = [
 
 _HOMES = {
     "build": ("graph_from_trace",),
+    "comparing": ("Comparison", "compare"),
     "edits": ("Drop", "Scale", "ScaleGaps", "SetDuration", "SwapDurations", "read_scenarios"),
     "graph": ("Graph",),
+    "health": ("Finding", "Health", "device_health"),
     "merging": ("MergeReport", "MergeResult", "merge"),
     "nxgraph": ("to_networkx",),
     "paths": ("CriticalPath", "critical_path"),

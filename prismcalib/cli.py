@@ -7,6 +7,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from prismcalib.commands_compare import compare, health
 from prismcalib.commands_merge import merge
 from prismcalib.commands_stragglers import stragglers
 from prismcalib.commands_whatif import EditCommand, what_if
@@ -199,6 +200,8 @@ def check(
 
 app.command()(merge)
 app.command("what-if", cls=EditCommand)(what_if)
+app.command()(compare)
+app.command()(health)
 app.command()(stragglers)
 
 

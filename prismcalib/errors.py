@@ -8,6 +8,7 @@ CalibError
 ├── StructureError        the same node or operation differs between slices, or from the graph
 ├── PredicateError        a condition on rows that cannot be read, or fits no row
 ├── ScenarioError         edits of a what-if that make no sense
+├── ComparisonError       two traces that cannot be compared
 └── MergeInputError       slices that do not belong to one job
 """
 
@@ -18,6 +19,7 @@ from prismtrace.errors import PrismError
 __all__ = [
     "CalibError",
     "ClockError",
+    "ComparisonError",
     "CoverageError",
     "CycleError",
     "MergeInputError",
@@ -119,6 +121,12 @@ class ScenarioError(CalibError):
     """Edits of a what-if make no sense: an impossible value, or a broken scenario file."""
 
     code = "scenario"
+
+
+class ComparisonError(CalibError):
+    """Two traces cannot be compared: no times, or nothing in common."""
+
+    code = "not-comparable"
 
 
 class MergeInputError(CalibError):

@@ -103,3 +103,75 @@ def test_help_loads_nothing_heavy(run_command):
     )
     done = run_command("python", "-c", code)
     assert done.stdout.strip() == "set()"
+
+
+def test_predict_says_how_much_the_step_varies(aligned):
+    text = invoke("predict", aligned)
+    assert "p5 " in text
+    assert "90 % sure" in text
+    assert "how much it varies" not in invoke("predict", aligned, "--draws", "0")
+    assert json.loads(invoke("predict", aligned, "--json"))["spread"]["p95"]["step_ns"] > 0
+
+
+def test_what_if(aligned):
+    before = aligned.read_bytes()
+    text = invoke("what-if", aligned, "--scale", 'kind == "compute" and rank < 2', "0.5")
+    assert "as it was" in text
+    assert "time on the critical path by rank" in text
+    words = (
+        *("--set", "kind = 'send'", "1us"),
+        *("--scenario", "a", "--scale-gaps", "true", "0", "--scale", "true", "2"),
+        *("--scenario", "b", "--drop", "kind = 'recv'", "--swap-durations-from", aligned),
+    )
+    answer = json.loads(invoke("what-if", aligned, *words, "--json", "--rooted"))
+    assert [scenario["name"] for scenario in answer["scenarios"]] == ["edited", "a", "b"]
+    assert answer["scenarios"][1]["delta_ns"] > 0
+    assert answer["scenarios"][2]["critical_path"]["length_ns"] > 0
+    assert "other wait rules" in invoke("what-if", aligned, "--eager-below", "1000")
+    assert aligned.read_bytes() == before
+
+
+def test_scenario_files_and_flags_together(aligned, tmp_path):
+    file = tmp_path / "s.toml"
+    file.write_text("[[scenario]]\nname = 'x'\nedits = [{scale = 0.5, where = 'rank = 1'}]")
+    text = invoke("what-if", aligned, "--drop", "kind = 'send'", "--scenarios", file)
+    assert "edited" in text
+    assert "x " in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "say what should be different"),
+        (["--scale", "rank = 1"], "--scale takes PREDICATE and FACTOR"),
+        (["--scale", "rank = 1", "--drop", "true"], "--scale takes PREDICATE and FACTOR"),
+        (["--scale=rank = 1", "2"], "without ="),
+        (["--scale", "rank = 1", "half"], "could not convert"),
+        (["--set", "rank = 1", "5"], "not a duration"),
+        (["--scenario", "a"], "has no edits"),
+        (["--scenario", "a", "--drop", "true", "--scenario", "a", "--drop", "true"], "two"),
+    ],
+)
+def test_what_if_usage(aligned, words, message):
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["what-if", str(aligned), *words])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_compare_and_health(aligned):
+    text = invoke("compare", aligned, aligned, "--by", "kind", "--by", "phase")
+    assert "if idle gaps were as in B" in text
+    assert "averages hide" in text
+    assert json.loads(invoke("compare", aligned, aligned, "--json"))["change_ns"] == 0
+    assert "no rank stands out" in invoke("health", aligned, aligned)
+    assert json.loads(invoke("health", aligned, aligned, "--json"))["findings"] == []
+
+
+def test_merge_with_wait_rules(recorded, tmp_path):
+    output = tmp_path / "eager.parquet"
+    invoke("merge", recorded, "-o", output, "--eager-below", "9999999", "--rooted", "--verify")
+    assert open_trace(output).header.extra["wait_rules"] == {
+        "eager_below": 9999999,
+        "rooted": True,
+        "sparse_all_to_all": False,
+    }

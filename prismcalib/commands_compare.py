@@ -1,0 +1,170 @@
+"""The commands `prismcalib compare` and `prismcalib health`: arguments and printing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prismtrace.console import print_json, progress, table
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from prismcalib.comparing import Comparison
+    from prismcalib.health import Health
+
+__all__ = ["compare", "health"]
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(help="Merged trace of the run to compare with.")],
+    b: Annotated[Path, typer.Argument(help="Merged trace of the run that changed.")],
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PROPERTY",
+            help="What makes a class of operations: kind, phase, group, name or rank; repeat it "
+            "for several. Default: the first four.",
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Rows of each table.")] = 10,
+    json: Json = False,
+) -> None:
+    """What became slower from A to B, and how much of the step that costs.
+
+    Classes of operations are compared per step and rank, so the runs may differ in length and
+    size. The effect on the step is computed: A with the times of this class as in B.
+
+    Example: prismcalib compare monday.parquet tuesday.parquet --by kind --by name
+    """
+    from prismcalib.comparing import compare as compare_runs
+    from prismcalib.operations import CLASS_COLUMNS
+
+    with progress("comparing"):
+        comparison = compare_runs(a, b, by=by or CLASS_COLUMNS, effects=max(limit, 30))
+    if json:
+        print_json(comparison.as_dict(limit))
+    else:
+        _print_comparison(comparison, by or list(CLASS_COLUMNS), limit)
+
+
+def _print_comparison(comparison: Comparison, by: list[str], limit: int) -> None:
+    from prismcalib.durations import format_ns
+
+    before = max(comparison.step_a_ns, 1)
+
+    def change(ns: int) -> tuple[str, str]:
+        return format_ns(ns), f"{ns / before:+.1%}"
+
+    table(
+        "step time",
+        ("", "time", "of the step"),
+        [
+            ("A", format_ns(comparison.step_a_ns), None),
+            ("B", format_ns(comparison.step_b_ns), None),
+            ("change", *change(comparison.change_ns)),
+            ("if all classes took as long as in B", *change(comparison.own_effect_ns)),
+            ("if idle gaps were as in B", *change(comparison.gap_effect_ns)),
+        ],
+    )
+    print()
+    _print_classes(
+        "classes of operations, largest effect first", comparison.classes, by, before, limit
+    )
+    if comparison.ranks is not None and by != ["rank"]:
+        print()
+        title = "ranks, largest effect first (averages hide a single slow rank)"
+        _print_classes(title, comparison.ranks, ["rank"], before, min(limit, 5))
+
+
+def _print_classes(
+    title: str, classes: pl.DataFrame, by: list[str], before: int, limit: int
+) -> None:
+    from prismcalib.durations import format_ns
+
+    table(
+        title,
+        (*by, "in A", "in B", "time A", "time B", "each", "effect on step", "of it", "clear"),
+        [
+            (
+                *(row[name] for name in by),
+                f"{row['count_a']:.4g}",
+                f"{row['count_b']:.4g}",
+                format_ns(row["time_a_ns"]),
+                format_ns(row["time_b_ns"]),
+                None if row["ratio"] is None else f"x {row['ratio']:.3f}",
+                None if row["effect_ns"] is None else format_ns(row["effect_ns"]),
+                None if row["effect_ns"] is None else f"{row['effect_ns'] / before:+.1%}",
+                {True: "yes", False: "within noise", None: None}[row["clear"]],
+            )
+            for row in classes.head(limit).iter_rows(named=True)
+        ],
+    )
+
+
+def health(
+    expected: Annotated[
+        Path, typer.Argument(help="Trace of the job on healthy devices, or merged from slices.")
+    ],
+    observed: Annotated[Path, typer.Argument(help="Trace of the run to look at.")],
+    slower: Annotated[
+        float,
+        typer.Option(metavar="PERCENT", min=0, help="A rank stands out if it is this much slower."),
+    ] = 5.0,
+    limit: Annotated[int, typer.Option(min=1, help="Rows of the table of ranks.")] = 16,
+    json: Json = False,
+) -> None:
+    """Which devices compute slower than they should: down-clocked, throttled or shared ones.
+
+    Computation of the same place in the same rank's step is compared; traces need not be merged.
+
+    Example: prismcalib health calibrated.parquet monday.parquet
+    """
+    from prismcalib.health import device_health
+
+    with progress("comparing"):
+        found = device_health(expected, observed, slower=slower / 100)
+    if json:
+        print_json(found.as_dict())
+    else:
+        _print_health(found, limit, slower / 100)
+
+
+def _print_health(found: Health, limit: int, slower: float) -> None:
+    print(
+        f"{found.ranks.height} ranks, {found.compared:.0%} of the expected computation compared: "
+        f"usually x {found.usual_ratio:.3f} of what was expected, "
+        f"scatter between ranks {found.scatter:.1%}"
+    )
+    if not found.findings:
+        print("no rank stands out from the others")
+    if found.usual_ratio > 1 + slower:
+        print("but all of them together are slower than expected")
+    for finding in found.findings:
+        host = f" ({finding.host})" if finding.host else ""
+        print(
+            f"rank {finding.rank}{host}: {finding.above:.1%} slower than the others "
+            f"({finding.deviations:.0f} deviations), {finding.slowed_share:.0%} of its computation "
+            f"slowed, most in {finding.slowest}: {finding.verdict}"
+        )
+    print()
+    table(
+        "ranks, slowest first",
+        ("rank", "host", "operations", "computation", "against others", "deviations", "transfers"),
+        [
+            (
+                row["rank"],
+                row["host"],
+                row["operations"],
+                f"x {row['ratio']:.3f}",
+                f"{row['above']:+.1%}",
+                f"{row['deviations']:.1f}",
+                None if row["transfer_ratio"] is None else f"x {row['transfer_ratio']:.3f}",
+            )
+            for row in found.ranks.sort("above", descending=True).head(limit).iter_rows(named=True)
+        ],
+    )

@@ -1,0 +1,263 @@
+"""What became slower from one run to another, and how much of the step that costs.
+
+Operations are compared by class (kind, phase, family of process groups, name), per step and
+rank, so that runs of different lengths and sizes can be compared.  The *effect* of a class is
+found by propagation: the first run with the times of this class scaled to the second run's.  It
+is small where the time disappears in somebody's waiting.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from prismcalib.build import graph_from_trace
+from prismcalib.errors import ComparisonError
+from prismcalib.graph import Graph, Int32Array, Int64Array
+from prismcalib.operations import CLASS_COLUMNS, operations
+from prismcalib.paths import calibrated_trace
+from prismcalib.prediction import predict
+from prismcalib.propagation import propagate, propagate_batch
+from prismtrace.trace import Trace
+
+__all__ = ["Comparison", "compare"]
+
+Source = Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+# Differences of means that random variation between steps does not make.
+_CLEAR = 3.0
+# Durations of one propagated batch.
+_MOST_CELLS = 2**26
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Two runs side by side.
+
+    Attributes:
+        step_a_ns, step_b_ns: step times (medians).
+        own_effect_ns: change of the step time if all classes took as long as in the second run;
+            the rest of the difference lies in gaps, structure, or single operations.
+        gap_effect_ns: the same for idle time before operations.
+        classes: kind, phase, group, name (those asked for), then per run, per step and rank:
+            count_a, count_b, time_a_ns, time_b_ns (own times), wait_a_ns, wait_b_ns; change_ns
+            (of time), ratio (of the mean durations; null if in one run only), clear (whether
+            the change is larger than the variation between steps; null with fewer than three
+            steps), effect_ns (of the class on the step; null for small classes).  Largest
+            effect first.
+        ranks: the same with ranks as classes, which shows single slow devices that averages
+            hide; None if the runs have other ranks.
+    """
+
+    step_a_ns: int
+    step_b_ns: int
+    own_effect_ns: int
+    gap_effect_ns: int
+    classes: pl.DataFrame
+    ranks: pl.DataFrame | None
+
+    @property
+    def change_ns(self) -> int:
+        """Step time of the second run minus that of the first."""
+        return self.step_b_ns - self.step_a_ns
+
+    def as_dict(self, limit: int | None = None) -> dict[str, Any]:
+        """The comparison as JSON values, with the first `limit` classes."""
+        shown = self.classes if limit is None else self.classes.head(limit)
+        return {
+            "step_a_ns": self.step_a_ns,
+            "step_b_ns": self.step_b_ns,
+            "change_ns": self.change_ns,
+            "own_effect_ns": self.own_effect_ns,
+            "gap_effect_ns": self.gap_effect_ns,
+            "classes": shown.to_dicts(),
+            "ranks": None if self.ranks is None else self.ranks.head(limit or 10**9).to_dicts(),
+        }
+
+
+def compare(
+    a: Source, b: Source, *, by: Sequence[str] = CLASS_COLUMNS, effects: int = 30
+) -> Comparison:
+    """Compare two calibrated traces.
+
+    Args:
+        a: the run to compare with.
+        b: the run that became slower, or faster.
+        by: what makes a class, some of kind, phase, group, name and rank.
+        effects: for how many classes to compute the effect: those whose time changed most.
+
+    Raises:
+        MergeInputError: a trace is not calibrated.
+        ComparisonError: no class occurs in both, or `by` names something else.
+    """
+    if not by or set(by) - {*CLASS_COLUMNS, "rank"}:
+        raise ComparisonError(
+            f"cannot compare by {', '.join(by) or 'nothing'}",
+            hint=f"use some of {', '.join(CLASS_COLUMNS)}, rank",
+        )
+    traces = [calibrated_trace(a), calibrated_trace(b)]
+    tables = [operations(trace) for trace in traces]
+    classes = _classes(tables, list(by))
+    if not classes["ratio"].is_not_null().any():
+        raise ComparisonError(
+            "no class of operations occurs in both runs",
+            where=", ".join(by),
+            hint="compare by fewer properties, for instance --by kind",
+        )
+    model = _Model.of(traces[0])
+    gaps = [float(table["gap_ns"].sum()) / _rank_steps(table) for table in tables]
+    ranks = None
+    if set(tables[0]["rank"]) == set(tables[1]["rank"]):
+        ranks = _with_effects(_classes(tables, ["rank"]), tables[0], model, ["rank"], effects)
+    return Comparison(
+        step_a_ns=predict(traces[0], draws=0).step_ns,
+        step_b_ns=predict(traces[1], draws=0).step_ns,
+        own_effect_ns=model.effect_of_classes(_scaled(classes, tables[0], model, list(by))[0]),
+        gap_effect_ns=model.effect_of_gaps(gaps[1] / gaps[0] if gaps[0] else 1.0),
+        classes=_with_effects(classes, tables[0], model, list(by), effects),
+        ranks=ranks,
+    )
+
+
+def _rank_steps(table: pl.DataFrame) -> int:
+    """In how many steps of ranks the operations took place."""
+    return max(table.select("rank", "step_number").n_unique(), 1)
+
+
+def _classes(tables: list[pl.DataFrame], by: list[str]) -> pl.DataFrame:
+    """All classes of both runs, largest change of time first; `Comparison` tells the columns."""
+    sides = [_one_side(table, by, side) for table, side in zip(tables, "ab", strict=True)]
+    both = sides[0].join(
+        sides[1], on=by, how="full", coalesce=True, nulls_equal=True, maintain_order="left_right"
+    )
+    mean_a = pl.col("time_a_ns") / pl.col("count_a")
+    mean_b = pl.col("time_b_ns") / pl.col("count_b")
+    noise = (pl.col("noise_a") + pl.col("noise_b")).sqrt()
+    return (
+        both.with_columns(
+            ratio=pl.when(mean_a > 0).then(mean_b / mean_a).otherwise(None),
+            change_ns=pl.col("time_b_ns").fill_null(0) - pl.col("time_a_ns").fill_null(0),
+        )
+        .with_columns(clear=pl.col("change_ns").abs() > _CLEAR * noise)
+        .with_columns(
+            pl.col("count_a", "count_b").fill_null(0),
+            pl.col("^(time|wait)_._ns$").fill_null(0).round().cast(pl.Int64),
+            pl.col("change_ns").round().cast(pl.Int64),
+        )
+        .select(
+            *by,
+            *("count_a", "count_b", "time_a_ns", "time_b_ns", "wait_a_ns", "wait_b_ns"),
+            *("change_ns", "ratio", "clear"),
+        )
+        .sort(pl.col("change_ns").abs(), descending=True, maintain_order=True)
+    )
+
+
+def _one_side(table: pl.DataFrame, by: list[str], side: str) -> pl.DataFrame:
+    """Count, time and wait of every class of a run, per step and rank; spread over the steps."""
+    ranks = 1 if "rank" in by else max(table["rank"].n_unique(), 1)
+    steps = max(table["step_number"].n_unique(), 1)
+    per_step = table.group_by(*by, "step_number", maintain_order=True).agg(
+        count=pl.len() / ranks,
+        time=pl.col("own_ns").sum() / ranks,
+        wait=pl.col("wait_ns").sum() / ranks,
+    )
+    # Steps in which the class does not occur count as well.
+    sums = pl.col("time").sum()
+    squares = (pl.col("time") ** 2).sum()
+    variance = ((squares - sums**2 / steps) / max(steps - 1, 1)).clip(lower_bound=0)
+    return per_step.group_by(*by, maintain_order=True).agg(
+        (pl.col("count").sum() / steps).alias(f"count_{side}"),
+        (sums / steps).alias(f"time_{side}_ns"),
+        (pl.col("wait").sum() / steps).alias(f"wait_{side}_ns"),
+        (variance / steps if steps >= 3 else pl.lit(None, pl.Float64)).alias(f"noise_{side}"),
+    )
+
+
+def _scaled(
+    classes: pl.DataFrame, table: pl.DataFrame, model: _Model, by: list[str]
+) -> tuple[Int64Array, Int64Array]:
+    """Durations of the first run at the level of the second, and the number of every row's class."""
+    own = table.select(by).join(
+        classes.select(*by, "ratio", number=pl.int_range(pl.len())),
+        on=by,
+        how="left",
+        nulls_equal=True,
+        maintain_order="left",
+    )
+    ratio = own["ratio"].fill_null(1.0).to_numpy()
+    scaled: Int64Array = np.rint(model.graph.duration_ns * ratio).astype(np.int64)
+    return scaled, own["number"].to_numpy()
+
+
+def _with_effects(
+    classes: pl.DataFrame, table: pl.DataFrame, model: _Model, by: list[str], effects: int
+) -> pl.DataFrame:
+    """The classes with their effect on the step, largest first."""
+    scaled, number = _scaled(classes, table, model, by)
+    found = model.effects(scaled, number, min(effects, classes.height))
+    column = pl.Series(found + [None] * (classes.height - len(found)), dtype=pl.Int64)
+    return classes.with_columns(
+        effect_ns=pl.when(pl.col("ratio").is_not_null()).then(column).otherwise(None)
+    ).sort(
+        pl.col("effect_ns").abs().fill_null(-1),
+        pl.col("change_ns").abs(),
+        descending=True,
+        maintain_order=True,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Model:
+    """The first run, ready to be propagated with other durations."""
+
+    graph: Graph
+    steps: Int32Array
+    order: Int32Array
+    baseline: float
+
+    @classmethod
+    def of(cls, trace: Trace) -> _Model:
+        graph, rows = graph_from_trace(trace)
+        steps = rows["step"].rank("dense").cast(pl.Int32).fill_null(0).to_numpy() - 1
+        model = cls(graph, steps, propagate(graph).order, 0.0)
+        return replace(model, baseline=model.step_times([graph.duration_ns])[0])
+
+    def step_times(self, columns: list[Int64Array], lags: Int64Array | None = None) -> list[float]:
+        """Median step time for each set of durations."""
+        batch = propagate_batch(
+            self.graph,
+            np.stack(columns, axis=1),
+            lag_ns=lags,
+            steps=self.steps,
+            order=self.order,
+        )
+        times = batch.step_ns if batch.step_ns.shape[1] else batch.makespan_ns[:, None]
+        return [float(median) for median in np.median(times, axis=1)]
+
+    def effect_of_classes(self, scaled: Int64Array) -> int:
+        """Change of the step time if all rows take these times."""
+        return round(self.step_times([scaled])[0] - self.baseline)
+
+    def effect_of_gaps(self, ratio: float) -> int:
+        """Change of the step time if all gaps are scaled."""
+        if self.graph.dep_lag_ns is None:
+            return 0
+        lags = np.rint(self.graph.dep_lag_ns * ratio).astype(np.int64)
+        return round(self.step_times([self.graph.duration_ns], lags[:, None])[0] - self.baseline)
+
+    def effects(self, scaled: Int64Array, number: Int64Array, count: int) -> list[int]:
+        """Change of the step time by each of the classes 0 to count - 1 alone."""
+        found: list[float] = []
+        width = max(1, _MOST_CELLS // max(self.graph.rows, 1))
+        for first in range(0, count, width):
+            some = range(first, min(first + width, count))
+            found += self.step_times(
+                [np.where(number == one, scaled, self.graph.duration_ns) for one in some]
+            )
+        return [round(time - self.baseline) for time in found]

@@ -1,0 +1,246 @@
+"""Does every device do what it should?  Observed computation against expected, rank by rank.
+
+The same operation is the same place in the same rank's step.  A rank's ratio is the weighted
+median over its operations of observed over expected time: a few odd operations do not move it.
+A rank stands out if its ratio lies far from the median of all ranks, measured by how the ranks
+usually scatter (median absolute deviation).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from prismcalib.errors import ComparisonError
+from prismcalib.operations import operations
+from prismtrace.schema import TraceHeader, TraceKind
+from prismtrace.trace import Trace, open_trace
+
+__all__ = ["Finding", "Health", "device_health"]
+
+Source = Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+# A rank stands out if it is this much slower than the others, and this many deviations away.
+SLOWER = 0.05
+_DEVIATIONS = 4.0
+# Normal distributions have a standard deviation of 1.4826 median absolute deviations; timers
+# and clocks of equal devices scatter by about half a percent.
+_MAD_TO_SIGMA = 1.4826
+_LEAST_SIGMA = 0.005
+# Of an operation class or a device: slower than the rank's peers by this counts as slowed.
+_SLOWED = 0.03
+_WHOLE_DEVICE = 0.7
+_KEYS = ["rank", "in_step", "place", "kind"]
+# Traces that have less than this in common are of different jobs.
+_LEAST_SHARED = 0.1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rank that stands out.
+
+    Attributes:
+        rank, host: where (host None: unknown).
+        ratio: observed over expected computation.
+        above: how much slower than the median rank, 0.2 = 20 %.
+        deviations: the same in units of the usual scatter.
+        slowed_share: share of its computation time in operations that are slowed.
+        slowest: the class of operations that is slowed most (kind or name).
+        verdict: what it looks like.
+    """
+
+    rank: int
+    host: str | None
+    ratio: float
+    above: float
+    deviations: float
+    slowed_share: float
+    slowest: str
+    verdict: str
+
+
+@dataclass(frozen=True, eq=False)
+class Health:
+    """Ratios of all ranks, and those that stand out.
+
+    Attributes:
+        ranks: rank, host, operations (compared), expected_ns and observed_ns (computation per
+            step), ratio, above, deviations, transfer_ratio (of communications without waiting;
+            null unless both traces are merged), flagged.
+        usual_ratio: median over the ranks.
+        scatter: usual deviation of a rank's ratio from it, relative.
+        compared: share of the expected computation time that the observed trace has as well.
+        findings: ranks that are slower than the others, slowest first.
+    """
+
+    ranks: pl.DataFrame
+    usual_ratio: float
+    scatter: float
+    compared: float
+    findings: tuple[Finding, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            "usual_ratio": self.usual_ratio,
+            "scatter": self.scatter,
+            "compared": self.compared,
+            "findings": [vars(finding) for finding in self.findings],
+            "ranks": self.ranks.to_dicts(),
+        }
+
+
+def device_health(expected: Source, observed: Source, *, slower: float = SLOWER) -> Health:
+    """Compare an observed run with what was expected of its devices.
+
+    Args:
+        expected: a trace of the same job on healthy devices, or a calibrated one made from
+            slices; recorded or merged.
+        observed: the run to look at; recorded or merged.  Steps are compared by their medians,
+            so the two need not have the same number.
+        slower: how much slower than the others a rank must be to stand out, 0.05 = 5 %.
+
+    Raises:
+        ComparisonError: a trace without times, or two traces that share no operation.
+    """
+    traces = [_timed(expected, "expected"), _timed(observed, "observed")]
+    tables = [_medians(trace) for trace in traces]
+    matched = _matched(tables[0], tables[1])
+    local = matched.filter("local")
+    everything = float(tables[0].filter("local")["own_ns"].sum())
+    compared = float(local["expected_ns"].sum()) / max(everything, 1.0)
+    if not local.height or compared < _LEAST_SHARED:
+        raise ComparisonError(
+            f"the two traces share {compared:.0%} of their computation: same rank, place in the "
+            "step and kind",
+            where=f"{_name(traces[0])} and {_name(traces[1])}",
+            hint="compare runs of the same job, code and grain",
+        )
+    ratios = local.group_by("rank", maintain_order=True).agg(
+        pl.len().alias("operations"),
+        pl.col("expected_ns", "observed_ns").sum(),
+        pl.struct("ratio", "expected_ns")
+        .map_batches(_median_of_structs, return_dtype=pl.Float64, returns_scalar=True)
+        .alias("ratio"),
+    )
+    value = ratios["ratio"].to_numpy()
+    usual = float(np.median(value))
+    # Two ranks say nothing about what is usual: they are held against what was expected.
+    center = usual if len(value) > 2 else 1.0
+    above = value / center - 1
+    sigma = _MAD_TO_SIGMA * float(np.median(np.abs(above))) if len(value) > 2 else 0.0
+    sigma = max(sigma, _LEAST_SIGMA)
+    table = ratios.with_columns(
+        above=above,
+        deviations=above / sigma,
+        flagged=(above > slower) & (above / sigma > _DEVIATIONS),
+        host=pl.col("rank").replace_strict(
+            _hosts(traces[1].header), default=None, return_dtype=pl.String
+        ),
+    ).join(_transfer_ratios(matched), on="rank", how="left", maintain_order="left")
+    flagged = table.filter("flagged").sort("above", descending=True)
+    return Health(
+        ranks=table.sort("rank"),
+        usual_ratio=usual,
+        scatter=sigma,
+        compared=compared,
+        findings=tuple(_finding(row, local, center) for row in flagged.iter_rows(named=True)),
+    )
+
+
+def _timed(source: Source, role: str) -> Trace:
+    trace = source if isinstance(source, Trace) else open_trace(source)
+    if trace.header.kind == TraceKind.BARE:
+        raise ComparisonError(
+            f"the {role} trace is a bare graph: it has no times",
+            where=_name(trace),
+            hint="merge slices of the job first, or convert a recorded run",
+        )
+    return trace
+
+
+def _medians(trace: Trace) -> pl.DataFrame:
+    """Own time of every operation of a step, median over the steps; what it is."""
+    return (
+        operations(trace)
+        .filter(pl.col("own_ns").is_not_null())
+        .group_by(*_KEYS, maintain_order=True)
+        .agg(pl.col("own_ns").median(), pl.col("name", "local").first())
+    )
+
+
+def _matched(expected: pl.DataFrame, observed: pl.DataFrame) -> pl.DataFrame:
+    """Operations in both, with expected_ns, observed_ns and their ratio.
+
+    Those that take no time are left out.
+    """
+    return (
+        expected.join(
+            observed.select(*_KEYS, observed_ns="own_ns"), on=_KEYS, maintain_order="left"
+        )
+        .rename({"own_ns": "expected_ns"})
+        .filter((pl.col("expected_ns") > 0) & (pl.col("observed_ns") > 0))
+        .with_columns(ratio=pl.col("observed_ns") / pl.col("expected_ns"))
+    )
+
+
+def _transfer_ratios(matched: pl.DataFrame) -> pl.DataFrame:
+    """rank, transfer_ratio: total observed over total expected transfer."""
+    return (
+        matched.filter(~pl.col("local"))
+        .group_by("rank")
+        .agg(transfer_ratio=pl.col("observed_ns").sum() / pl.col("expected_ns").sum())
+    )
+
+
+def _finding(row: dict[str, Any], local: pl.DataFrame, center: float) -> Finding:
+    mine = local.filter(pl.col("rank") == row["rank"]).with_columns(
+        slowed=pl.col("ratio") > center * (1 + _SLOWED)
+    )
+    slowed = mine["expected_ns"].filter(mine["slowed"])
+    share = float(slowed.sum()) / float(mine["expected_ns"].sum())
+    label = pl.coalesce("name", "kind")
+    classes = mine.group_by(label.alias("label"), maintain_order=True).agg(
+        excess=(pl.col("observed_ns") - center * pl.col("expected_ns")).sum()
+    )
+    slowest = str(classes.sort("excess", descending=True)["label"][0])
+    if share >= _WHOLE_DEVICE:
+        verdict = "all its computation is slowed: a down-clocked, throttled or shared device"
+    else:
+        verdict = "some operations are slowed, most are not: not the device's clock"
+    return Finding(
+        rank=row["rank"],
+        host=row["host"],
+        ratio=row["ratio"],
+        above=row["above"],
+        deviations=row["deviations"],
+        slowed_share=share,
+        slowest=slowest,
+        verdict=verdict,
+    )
+
+
+def _hosts(header: TraceHeader) -> dict[int, str | None]:
+    return {rank: clock.host for clock in header.clock for rank in clock.ranks}
+
+
+def _median_of_structs(pairs: pl.Series) -> float:
+    fields = pairs.struct
+    return weighted_median(fields.field("ratio").to_numpy(), fields.field("expected_ns").to_numpy())
+
+
+def weighted_median(values: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
+    """The value below and above which at most half of the weight lies."""
+    order = np.argsort(values, kind="stable")
+    total = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(total, total[-1] / 2)])
+
+
+def _name(trace: Trace) -> str:
+    return ", ".join(str(path) for path in trace.paths) or "a trace in memory"

@@ -1,0 +1,100 @@
+import polars as pl
+import pytest
+
+from prismcalib import synth
+from prismcalib.comparing import compare
+from prismcalib.errors import ComparisonError, MergeInputError
+from prismcalib.merging import merge
+from prismcalib.operations import group_families, operations
+from prismcalib.prediction import predict
+
+SHAPE = {"pp": 2, "tp": 1, "dp": 2, "layers_per_stage": 1, "steps": 4, "seed": 1}
+EXACT = {"jitter": 0, "step_jitter": 0, "comm_jitter": 0, "moe_imbalance": 0, "end_spread_ns": 0}
+
+
+def run(**changes):
+    return merge(synth.generate(synth.JobSpec(**{**SHAPE, **changes}))).trace
+
+
+def test_a_run_equals_itself():
+    trace = run()
+    found = compare(trace, trace)
+    assert found.change_ns == found.own_effect_ns == found.gap_effect_ns == 0
+    assert found.classes["change_ns"].abs().sum() == 0
+    assert (found.classes["ratio"].drop_nulls() == 1).all()
+    assert found.classes["effect_ns"].drop_nulls().abs().sum() == 0
+    assert found.step_a_ns == predict(trace, draws=0).step_ns
+
+
+def test_the_class_that_changed_comes_first_with_its_effect():
+    slow = {"mean_ns": {"optimizer": 5_000_000}}
+    found = compare(run(**EXACT), run(**EXACT, **slow))
+    first = found.classes.row(0, named=True)
+    assert (first["kind"], first["phase"], first["name"]) == ("compute", "optimizer", "adam")
+    assert first["ratio"] == pytest.approx(2)
+    assert first["change_ns"] == pytest.approx(2_500_000, rel=0.01)
+    # Nothing hides it: the optimizer is on the critical path of every rank.
+    assert first["effect_ns"] == pytest.approx(found.change_ns, rel=0.01)
+    assert found.own_effect_ns == pytest.approx(found.change_ns, rel=0.01)
+    assert first["clear"]
+    assert found.classes["effect_ns"][1:].drop_nulls().abs().max() == 0
+
+
+def test_a_slow_rank_shows_by_rank_not_by_class():
+    found = compare(run(dp=4), run(dp=4, stragglers={3: 1.5}))
+    assert found.ranks["rank"][0] == 3
+    assert found.ranks["effect_ns"][0] > 0.8 * found.change_ns
+    assert found.own_effect_ns < 0.5 * found.change_ns
+    by_rank = compare(run(dp=4), run(dp=4, stragglers={3: 1.5}), by=["rank"])
+    assert by_rank.classes["rank"][0] == 3
+
+
+def test_gaps():
+    found = compare(run(launch_gap_ns=5_000), run(launch_gap_ns=20_000))
+    assert found.gap_effect_ns > 0.5 * found.change_ns > 0
+    assert abs(found.own_effect_ns) < 0.2 * found.change_ns
+
+
+def test_runs_of_other_length_and_size():
+    found = compare(run(steps=3), run(steps=6, dp=4, seed=5))
+    assert found.ranks is None
+    assert found.classes["ratio"].drop_nulls().is_between(0.8, 1.25).all()
+    assert compare(run(steps=1), run(steps=2)).classes["clear"].null_count()
+
+
+def test_classes_of_one_run_only():
+    found = compare(run(), run(ep=2), by=["kind"])
+    new = found.classes.filter(pl.col("kind") == "all_to_all").row(0, named=True)
+    assert new["count_a"] == 0 == new["time_a_ns"]
+    assert new["change_ns"] == new["time_b_ns"] > 0
+    assert new["ratio"] is None is new["effect_ns"]
+
+
+def test_few_effects_are_the_largest_changes():
+    a, b = run(), run(seed=9, mean_ns={"optimizer": 4_000_000})
+    full, short = compare(a, b), compare(a, b, effects=2)
+    assert short.classes["effect_ns"].drop_nulls().len() == 2
+    assert short.classes.row(0) == full.classes.row(0)
+
+
+def test_what_is_refused(make_run):
+    trace = run(steps=1)
+    with pytest.raises(ComparisonError, match="cannot compare by colour"):
+        compare(trace, trace, by=["colour"])
+    with pytest.raises(ComparisonError, match="by nothing"):
+        compare(trace, trace, by=[])
+    with pytest.raises(ComparisonError, match="no class"):
+        compare(trace, merge(make_run().trace).trace, by=["name", "phase"])
+    with pytest.raises(MergeInputError):
+        compare(trace, synth.generate(synth.JobSpec()))
+
+
+def test_operations_and_families(make_run):
+    result = merge(make_run().trace)
+    table = operations(result.trace)
+    assert table.height == result.nodes.height
+    assert set(group_families(result.header).values()) == {"world", "pair"}
+    assert (table["own_ns"] + table["wait_ns"] == result.nodes["dur_ns"]).all()
+    assert table["place"].max() + 1 == table.filter(rank=0, step_number=0).height
+    recorded = operations(make_run().trace)
+    assert recorded.filter(~pl.col("local"))["own_ns"].null_count() == (~table["local"]).sum()
