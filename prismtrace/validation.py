@@ -38,7 +38,7 @@ RULES: dict[str, str] = {
     "unknown-column": "columns outside the format start with x_",
     "unsorted": "rows are sorted by (rank, index)",
     "duplicate-id": "every id occurs once",
-    "index-gap": "within a rank, index counts from 0 without gaps",
+    "index-gap": "within a rank, index counts from 0 without gaps (not virtual ranks of slices)",
     "dep-missing": "deps lead to rows that exist",
     "xdep-missing": "xdeps lead to rows that exist, where their rank is in the trace",
     "rank-not-in-header": "the header lists every rank that has rows",
@@ -184,16 +184,21 @@ def _check_header(findings: Findings) -> None:
         findings.add(rule, shown.select(*names).head(findings.limit).collect(), len(unknown))
 
 
-_SEQUENCE_COLUMNS = ["id", "rank", "index", "stream", "batch", "step", "start_ns", "dur_ns"]
+_SEQUENCE_COLUMNS = [
+    "id", "rank", "index", "real", "stream", "batch", "step", "start_ns", "dur_ns",
+]  # fmt: skip
 _PLACE = ("id", "rank", "index")
 
 
 def _check_sequences(findings: Findings) -> None:
     """Rules about the rows of one rank, in order."""
     nodes = findings.trace.nodes
-    runs = nodes.select(pl.col("rank").rle()).unnest("rank").collect()
-    split = runs.with_row_index("run").filter(pl.col("value") <= pl.col("value").shift(1))
-    findings.add("unsorted", split.select(rank="value", run="run"))
+    sliced = findings.trace.header.kind == TraceKind.SLICE
+    # Not Series.rle, which panics when it streams a column of several chunks.
+    last = pl.col("rank").shift(1)
+    runs = nodes.select("rank", last=last).filter((pl.col("rank") != last).fill_null(value=True))
+    split = runs.collect().with_row_index("run").filter(pl.col("rank") <= pl.col("last"))
+    findings.add("unsorted", split.select("rank", "run"))
     for rows in rank_blocks(nodes, _SEQUENCE_COLUMNS):
         same_rank = pl.col("rank") == pl.col("rank").shift(1)
         back = rows.filter(same_rank & (pl.col("index") < pl.col("index").shift(1)))
@@ -201,8 +206,10 @@ def _check_sequences(findings: Findings) -> None:
         findings.add("duplicate-id", rows.filter(pl.col("id").is_duplicated()).select(*_PLACE))
         ordered = rows if back.is_empty() else rows.sort("rank", "index", maintain_order=True)
         before = pl.col("index").shift(1).over("rank").fill_null(-1)
-        gaps = ordered.filter(pl.col("index") - before > 1)
-        findings.add("index-gap", gaps.select(*_PLACE, previous=before))
+        gaps = ordered.with_columns(previous=before).filter(pl.col("index") - before > 1)
+        # Of virtual ranks, a slice holds only the operations in which real ranks take part.
+        found = gaps.filter("real") if sliced else gaps
+        findings.add("index-gap", found.select(*_PLACE, "previous"))
         if not gaps.is_empty():
             _check_deps(findings, ordered["rank"].unique().to_list())
         last_step = pl.col("step").forward_fill().shift(1).over("rank")

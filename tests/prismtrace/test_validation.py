@@ -189,6 +189,32 @@ def test_recorded_traces_may_overlap_and_skip(make_trace):
         assert found == {"overlap": severity, "seq-gap": severity}
 
 
+def test_slices_hold_only_some_rows_of_virtual_ranks(make_trace):
+    rows = [{"index": 3, "real": False}, {"index": 7, "real": False}]
+    assert validate(make_trace(*rows, kind="slice")) == []
+    # Of a real rank all rows are there, and a recorded trace has no virtual ones.
+    gaps = [{**row, "real": True} for row in rows]
+    assert [v.rule for v in validate(make_trace(*gaps, kind="slice"))] == ["index-gap"]
+    assert [v.rule for v in validate(make_trace(*rows, kind="recorded"))] == ["index-gap"]
+    # What a virtual rank's rows depend on has to be there all the same.
+    lost = [{"index": 3, "real": False}, {"index": 7, "real": False, "deps": [1]}]
+    assert [v.rule for v in validate(make_trace(*lost, kind="slice"))] == ["dep-missing"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tables_of_several_chunks(make_trace, rank):
+    """Polars panics when it streams run lengths of such a column."""
+    parts = [make_trace(*[{"rank": r}] * 3) for r in (0, rank)]
+    second = parts[1].nodes.with_columns(pl.col("index") + 3 * (rank == 0))
+    second = second.with_columns(id=(pl.lit(rank) * 2**32 + pl.col("index")).cast(pl.Int64))
+    both = pl.concat([parts[0].nodes.collect(), second.collect()], rechunk=False)
+    assert both.n_chunks() > 1
+    header = make_trace(*[{"rank": r} for r in range(rank + 1)]).header
+    assert validate(type(parts[0])(header, both.lazy())) == []
+    reversed_ = pl.concat([second.collect(), parts[0].nodes.collect()], rechunk=False)
+    assert [v.rule for v in validate(type(parts[0])(header, reversed_.lazy()))] == ["unsorted"]
+
+
 def test_errors_come_before_warnings(make_trace):
     rows = [span(-5, 5), span(4, 6), AR, {**AR, "bytes": 3}]
     severities = [v.severity for v in validate(make_trace(*rows, kind="recorded"))]
