@@ -204,15 +204,15 @@ def test_slices_hold_only_some_rows_of_virtual_ranks(make_trace):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_tables_of_several_chunks(make_trace, rank):
     """Polars panics when it streams run lengths of such a column."""
-    parts = [make_trace(*[{"rank": r}] * 3) for r in (0, rank)]
-    second = parts[1].nodes.with_columns(pl.col("index") + 3 * (rank == 0))
-    second = second.with_columns(id=(pl.lit(rank) * 2**32 + pl.col("index")).cast(pl.Int64))
-    both = pl.concat([parts[0].nodes.collect(), second.collect()], rechunk=False)
-    assert both.n_chunks() > 1
-    header = make_trace(*[{"rank": r} for r in range(rank + 1)]).header
-    assert validate(type(parts[0])(header, both.lazy())) == []
-    reversed_ = pl.concat([second.collect(), parts[0].nodes.collect()], rechunk=False)
-    assert [v.rule for v in validate(type(parts[0])(header, reversed_.lazy()))] == ["unsorted"]
+    first = make_trace({}, {}, {})
+    rest = [{"rank": rank}, {"rank": rank}]
+    second = make_trace({"rank": rank, "index": 0 if rank else 3}, *rest).nodes.collect()
+    header = make_trace({}, {"rank": rank}).header
+    parts = [first.nodes.collect(), second]
+    for tables, broken in ((parts, []), (parts[::-1], ["unsorted"])):
+        table = pl.concat(tables, rechunk=False)
+        assert table.n_chunks() > 1
+        assert [v.rule for v in validate(type(first)(header, table.lazy()))] == broken
 
 
 def test_errors_come_before_warnings(make_trace):
