@@ -16,7 +16,7 @@ kernel-level and operation-level traces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from prismtrace.schema import Kind, TraceHeader
 
 __all__ = ["Cause", "find_causes"]
 
-Simulate = Callable[[Int64Array], NDArray[np.float64]]
+Simulate = Callable[[Sequence[Int64Array]], NDArray[np.float64]]
 
 _SLOW = 1.05
 """A rank or stage that takes 5 % longer than its peers stands out of usual spreads of 1 to 2 %."""
@@ -94,13 +94,12 @@ def find_causes(
         rows: of the trace, in graph order.
         header: of the trace.
         places: stages and replicas of its ranks.
-        simulate: mean step time without launch delays for each column of int64[n, K].
+        simulate: mean step time without launch delays for each of some sets of durations.
         actual: int64[n], durations without waiting.
         base: int64[S], step times as they were.
     """
     suspects = [*_slow_ranks_and_stages(rows, places, actual), *_slow_groups(rows, header, actual)]
-    columns = [actual, *(suspect.durations for suspect in suspects)]
-    times = simulate(np.stack(columns, axis=1))
+    times = simulate([actual, *(suspect.durations for suspect in suspects)])
     now = float(times[0]) or 1.0
     causes = [
         Cause(suspect.kind, suspect.where, 1 - float(time) / now, suspect.evidence, suspect.advice)

@@ -277,12 +277,13 @@ class Timeline:
             return timing.step_end_ns - timing.begin_ns
         return timing.step_ns
 
-    def mean_step_ns(self, durations: Int64Array) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """float64[K], mean step time with durations int64[n, K], in blocks that fit in memory."""
-        width = self.width
+    def mean_step_ns(
+        self, scenarios: Sequence[Int64Array]
+    ) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """float64[K], mean step time of K sets of durations int64[n], as many at once as fit."""
         blocks = [
-            self.step_ns(durations[:, first : first + width]).mean(axis=1)
-            for first in range(0, durations.shape[1], width)
+            self.step_ns(np.stack(scenarios[first : first + self.width], axis=1)).mean(axis=1)
+            for first in range(0, len(scenarios), self.width)
         ]
         return np.concatenate(blocks)
 

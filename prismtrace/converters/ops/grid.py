@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 from prismtrace.errors import RankError
 from prismtrace.ranks import format_ranks
 
-__all__ = ["LARGEST_NUMBER", "Int64Array", "IntArray", "RankGrid", "dense_positions", "rank_grid"]
+__all__ = [
+    "LARGEST_NUMBER",
+    "Int64Array",
+    "IntArray",
+    "RankGrid",
+    "dense_positions",
+    "rank_grid",
+    "rank_numbers",
+]
 
 IntArray = NDArray[np.signedinteger[Any]]
 Int64Array = NDArray[np.int64]
@@ -78,54 +86,73 @@ def dense_positions(table: pl.DataFrame, column: str) -> tuple[Int64Array, IntAr
     return np.flatnonzero(seen) + low, position[values]
 
 
-def rank_grid(table: pl.DataFrame) -> tuple[IntArray, RankGrid]:
-    """int32[n] rank of every row, counted from 0, and where the ranks sit.
+def rank_numbers(table: pl.DataFrame) -> tuple[Int64Array, IntArray]:
+    """int64[R] numbers of the ranks in the log, and int32[n] the rank of every row, from 0.
 
-    Ranks keep the order of their numbers in the log; without numbers tensor-parallel ranks
-    count fastest, then data-parallel ones, then stages.
+    Ranks keep the order of their numbers; in a log without numbers tensor-parallel ranks count
+    fastest, then data-parallel ones, then stages.
     """
-    stages, stage = dense_positions(table, "stage")
-    lanes, lane = dense_positions(table, "tp_rank")
     if "rank" in table.columns:
-        number, rank = dense_positions(table, "rank")
-        places = [
-            _place_of_rank(number, rank, index)
-            if name in table.columns
-            else np.zeros(len(number), np.int64)
-            for name, index in (("stage", stage), ("tp_rank", lane))
-        ]
-        if "dp_rank" in table.columns:
-            replicas, replica = dense_positions(table, "dp_rank")
-            places.append(_place_of_rank(number, rank, replica))
-        else:
-            places.append(_position_in_team(places[0] * len(lanes) + places[1]))
-            replicas = np.arange(int(places[2].max()) + 1)
-        shape = (len(stages), len(replicas), len(lanes))
-        cells = (places[0] * shape[1] + places[2]) * shape[2] + places[1]
+        return dense_positions(table, "rank")
+    (stages, stage), (replicas, replica), (lanes, lane) = (
+        dense_positions(table, name) for name in ("stage", "dp_rank", "tp_rank")
+    )
+    rank = (stage * np.int32(len(replicas)) + replica) * np.int32(len(lanes)) + lane
+    return np.arange(len(stages) * len(replicas) * len(lanes)), rank
+
+
+def rank_grid(number: Int64Array, table: pl.DataFrame, lengths: Int64Array) -> RankGrid:
+    """Where the ranks sit.
+
+    Args:
+        number: int64[R], their numbers in the log.
+        table: rows in the order of the ranks.
+        lengths: int64[R], how many rows each has.
+
+    Raises:
+        RankError: the grid has holes, or a rank or a place is taken twice.
+    """
+    if not lengths.all():
+        raise _incomplete(len(lengths), int((lengths == 0).sum()))
+    stages, stage = _places(number, table, "stage", lengths)
+    lanes, lane = _places(number, table, "tp_rank", lengths)
+    if "dp_rank" in table.columns:
+        replicas, replica = _places(number, table, "dp_rank", lengths)
     else:
-        replicas, replica = dense_positions(table, "dp_rank")
-        shape = (len(stages), len(replicas), len(lanes))
-        rank = (stage * np.int32(shape[1]) + replica) * np.int32(shape[2]) + lane
-        number = cells = np.arange(int(np.prod(shape)))
+        replica = _position_in_team(stage * lanes + lane)
+        replicas = int(replica.max()) + 1
+    shape = (stages, replicas, lanes)
+    cells = (stage * replicas + replica) * lanes + lane
     at = np.full(int(np.prod(shape)), -1, np.int64)
     at[cells] = np.arange(len(cells))
     _require_full(at.reshape(shape), cells, number)
-    stage_of, replica_of, lane_of = (np.asarray(i) for i in np.unravel_index(cells, shape))
-    return rank, RankGrid(number, stage_of, replica_of, lane_of, at.reshape(shape))
+    return RankGrid(number, stage, replica, lane, at.reshape(shape))
 
 
-def _place_of_rank(number: Int64Array, rank: IntArray, index: IntArray) -> Int64Array:
-    """int64[R], the one index that all rows of a rank have."""
-    of_rank = np.zeros(len(number), index.dtype)
-    of_rank[rank] = index
-    differs = of_rank[rank] != index
+def _places(
+    number: Int64Array, table: pl.DataFrame, column: str, lengths: Int64Array
+) -> tuple[int, Int64Array]:
+    """How many indices there are, and int64[R] the one that all rows of a rank have."""
+    if column not in table.columns:
+        return 1, np.zeros(len(number), np.int64)
+    values = table[column].to_numpy()
+    of_rank = values[np.cumsum(lengths) - lengths]
+    differs = values != np.repeat(of_rank, lengths)
     if differs.any():
+        rank = int(np.searchsorted(np.cumsum(lengths), int(differs.argmax()), side="right"))
         raise RankError(
-            f"rank {number[rank[int(differs.argmax())]]} is at two places of the grid: stages, "
-            "data-parallel or tensor-parallel ranks differ between its rows",
-            hint="say with --columns which columns hold them",
+            f"rank {number[rank]} is at two places of the grid: its rows differ in {column}",
+            hint="say with --columns which columns hold stage, data- and tensor-parallel rank",
         )
-    return of_rank.astype(np.int64)
+    distinct, position = np.unique(of_rank, return_inverse=True)
+    return len(distinct), position.astype(np.int64)
+
+
+def _incomplete(ranks: int, missing: int, first: str = "") -> RankError:
+    return RankError(
+        f"{missing} of {ranks} ranks are missing{first}",
+        hint="give the log of the whole job; its files may be several",
+    )
 
 
 def _position_in_team(team: Int64Array) -> Int64Array:
@@ -149,8 +176,5 @@ def _require_full(at: Int64Array, cells: Int64Array, number: Int64Array) -> None
         )
     if (at < 0).any():
         stage, dp, tp = (int(index[0]) for index in np.nonzero(at < 0))
-        raise RankError(
-            f"{int((at < 0).sum())} of {at.size} ranks are missing: the first at stage {stage}, "
-            f"data-parallel rank {dp}, tensor-parallel rank {tp}",
-            hint="give the log of the whole job; its files may be several",
-        )
+        first = f": the first at stage {stage}, data-parallel rank {dp}, tensor-parallel rank {tp}"
+        raise _incomplete(at.size, int((at < 0).sum()), first)

@@ -18,6 +18,7 @@ from prismtrace.converters.ops.grid import (
     RankGrid,
     dense_positions,
     rank_grid,
+    rank_numbers,
 )
 from prismtrace.converters.ops.mapping import ColumnMapping, OperationRule, Origin
 from prismtrace.errors import InputFileError, SourceFormatError, ValidationError
@@ -106,52 +107,61 @@ def read_operations(paths: Sequence[Path], mapping: ColumnMapping) -> Operations
     table = _read_table(paths, mapping)
     names, codes = _operation_codes(table, mapping, paths[0])
     rules = tuple(mapping.operations[name] for name in names)
-    rank, grid = rank_grid(table)
+    number, rank = rank_numbers(table)
     steps, step = dense_positions(table, "step")
-    # Times within the step are small: sorting them takes fewer bits.
-    within, length = table["start"].to_numpy(), table["end"].to_numpy()
     sampled = mapping.time.origin is Origin.STEP
-    origin = np.zeros(len(steps), np.int64)
-    if sampled:
-        # Laid out one after the other, in the order of their numbers.
-        np.maximum.at(origin, step, length)
-        origin = np.concatenate([[0], np.cumsum(origin)[:-1]])
-    else:
-        origin += within.max()
-        np.minimum.at(origin, step, within)
-        within = within - origin[step]
+    # Times within the step are small: sorting them takes fewer bits.
+    within, origin = _within_steps(table, step, len(steps), sampled=sampled)
     segment = rank * np.int64(len(steps)) + step
+    # Sorted, ranks and steps come in runs.
+    lengths = np.bincount(segment, minlength=len(number) * len(steps))
     order = _issue_order(segment, within, rules, codes)
-    # Sorted: ranks and steps come in runs.
-    lengths = np.bincount(segment, minlength=grid.ranks * len(steps))
-    turns = np.arange(len(lengths))
-    step = np.repeat((turns % len(steps)).astype(np.int32), lengths)
-    start = origin[step]
-    start += within[order]
-    duration = table["end"].to_numpy() - table["start"].to_numpy()
+    table = table.drop("operation", "rank", "step", strict=False)[order]
+    grid = rank_grid(number, table, lengths.reshape(len(number), len(steps)).sum(axis=1))
+    turn = np.arange(len(lengths))
+    step = np.repeat((turn % len(steps)).astype(np.int32), lengths)
+    start, end = table["start"].to_numpy(), table["end"].to_numpy()
+    if sampled:
+        shift = origin[step]
+        start, end = start + shift, end + shift
 
-    def ordered(name: str, missing: int) -> IntArray:
+    def at_least(name: str, least: int) -> IntArray:
         if name not in table.columns:
-            return np.full(len(order), missing, np.int16)
-        values: IntArray = table[name].to_numpy()[order]
-        return np.maximum(values, np.array(missing, values.dtype))
+            return np.full(len(start), least, np.int16)
+        values: IntArray = table[name].to_numpy()
+        return np.maximum(values, np.array(least, values.dtype))
 
     return Operations(
         names=names,
         rules=rules,
         grid=grid,
         steps=steps,
-        rank=np.repeat((turns // len(steps)).astype(np.int32), lengths),
+        rank=np.repeat((turn // len(steps)).astype(np.int32), lengths),
         step=step,
-        segment=np.repeat(turns, lengths),
-        operation=codes[order],
+        segment=np.repeat(turn, lengths),
+        operation=pl.Series(codes).gather(order).to_numpy(),
         start_ns=start,
-        end_ns=start + duration[order],
-        chunk=ordered("chunk", 0),
-        microbatch=ordered("microbatch", -1),
+        end_ns=end,
+        chunk=at_least("chunk", 0),
+        microbatch=at_least("microbatch", -1),
         has_chunks="chunk" in table.columns,
         sampled=sampled,
     )
+
+
+def _within_steps(
+    table: pl.DataFrame, step: IntArray, steps: int, *, sampled: bool
+) -> tuple[Int64Array, Int64Array]:
+    """int64[n], start of every row counted from its step; int64[S], where the steps begin."""
+    start = table["start"].to_numpy()
+    origin = np.zeros(steps, np.int64)
+    if sampled:
+        # Laid out one after the other, in the order of their numbers.
+        np.maximum.at(origin, step, table["end"].to_numpy())
+        return start, np.concatenate([[0], np.cumsum(origin)[:-1]])
+    origin += start.max()
+    np.minimum.at(origin, step, start)
+    return start - origin[step], origin
 
 
 # --- columns ----------------------------------------------------------------------------------
@@ -326,7 +336,7 @@ def _issue_order(
     within: Int64Array,
     rules: tuple[OperationRule, ...],
     codes: NDArray[np.uint8],
-) -> NDArray[np.uint32]:
+) -> pl.Series:
     """Row numbers in the order (segment, time within the step, turn, operation)."""
     turn = [
         (_TURN.get(rule.kind, _COMMUNICATION_TURN) if rule.kind.is_communication else _COMPUTE_TURN)
@@ -340,6 +350,6 @@ def _issue_order(
         key = segment << low_bits
         key |= within << turn_bits
         key |= place[codes]
-        return pl.Series(key).arg_sort().to_numpy()
+        return pl.Series(key).arg_sort()
     keys = pl.DataFrame({"a": segment, "b": within, "c": place[codes]})
-    return keys.select(pl.arg_sort_by("a", "b", "c")).to_series().to_numpy()
+    return keys.select(pl.arg_sort_by("a", "b", "c")).to_series()
