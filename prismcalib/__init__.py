@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         propagate_batch,
         slack,
     )
+    from prismcalib.report import RunSummary, describe_run, write_report
     from prismcalib.resampling import Quantile, StepSpread
     from prismcalib.slices import SliceOptions, SlicesReport
     from prismcalib.stragglers import StragglerReport, find_stragglers
@@ -70,6 +71,7 @@ __all__ = [
     "PredicateError",
     "Prediction",
     "Quantile",
+    "RunSummary",
     "Scale",
     "ScaleGaps",
     "Scenario",
@@ -87,6 +89,7 @@ __all__ = [
     "compare",
     "critical_path",
     "critical_rows",
+    "describe_run",
     "device_health",
     "find_stragglers",
     "graph_from_trace",
@@ -98,6 +101,7 @@ __all__ = [
     "slack",
     "to_networkx",
     "what_if",
+    "write_report",
 ]
 
 _HOMES = {
@@ -120,6 +124,7 @@ _HOMES = {
     ),
     "resampling": ("Quantile", "StepSpread"),
     "slices": ("SliceOptions", "SlicesReport"),
+    "report": ("RunSummary", "describe_run", "write_report"),
     "stragglers": ("StragglerReport", "find_stragglers"),
     "waiting": ("WaitRules",),
     "whatif": ("Scenario", "WhatIf", "what_if"),

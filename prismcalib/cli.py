@@ -9,6 +9,7 @@ import typer
 
 from prismcalib.commands_compare import compare, health
 from prismcalib.commands_merge import merge
+from prismcalib.commands_report import report
 from prismcalib.commands_stragglers import stragglers
 from prismcalib.commands_whatif import EditCommand, what_if
 from prismtrace.console import new_app, print_json, progress, run, table
@@ -203,6 +204,7 @@ app.command("what-if", cls=EditCommand)(what_if)
 app.command()(compare)
 app.command()(health)
 app.command()(stragglers)
+app.command()(report)
 
 
 def main() -> NoReturn:

@@ -1,0 +1,191 @@
+"""What the numbers of a run mean, in a sentence a person can act on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import polars as pl
+
+from prismcalib.paths import CriticalPath
+from prismcalib.places import group_family
+from prismcalib.report.scan import LOCAL
+from prismcalib.report.tables import Pipeline
+from prismtrace.schema import TraceHeader
+
+__all__ = ["Conclusion", "conclude"]
+
+# Below these shares of the critical path something is no headline.
+_MUCH_IDLE = 0.25
+_MUCH_TRANSFER = 0.3
+_MUCH_UNKNOWN = 0.3
+# How much longer than its peers a rank or stage computes before it is called slow.
+_SLOW = 0.05
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """One sentence, and a few more."""
+
+    headline: str
+    notes: tuple[str, ...]
+
+
+def conclude(
+    path: CriticalPath,
+    ranks: pl.DataFrame,
+    pipeline: Pipeline | None,
+    traffic: pl.DataFrame,
+    header: TraceHeader,
+) -> Conclusion:
+    """Say what the run waits for.
+
+    Args:
+        path: its critical path.
+        ranks: as `RunSummary.ranks`.
+        pipeline: its stages, if it has any.
+        traffic: as `RunSummary.traffic`.
+        header: of the trace; names its groups.
+    """
+    length = max(path.length_ns, 1)
+    idle = (path.inner_idle_ns + path.gap_ns + path.lead_in_ns) / length
+    if path.unmatched_ns / length >= _MUCH_UNKNOWN:
+        headline = (
+            f"{_percent(path.unmatched_ns / length)} of the critical path is communication whose "
+            "partners were not recorded: record all ranks over the same steps to learn more."
+        )
+    elif idle >= _MUCH_IDLE:
+        headline = _idle_sentence(path, idle, pipeline)
+    elif path.transfer_ns / length >= _MUCH_TRANSFER:
+        headline = _transfer_sentence(path, header)
+    else:
+        headline = _compute_sentence(path, ranks, pipeline)
+    return Conclusion(headline, tuple(_notes(ranks, pipeline, traffic, path.length_ns)))
+
+
+def _idle_sentence(path: CriticalPath, share: float, pipeline: Pipeline | None) -> str:
+    times = path.segments.group_by("rank").agg(
+        time=pl.col("inner_idle_ns").sum() + pl.col("gap_ns").sum()
+    )
+    return (
+        f"{_percent(share)} of the critical path is idle time between kernels"
+        f"{_where(times, pipeline)}: the host launches too slowly."
+    )
+
+
+def _transfer_sentence(path: CriticalPath, header: TraceHeader) -> str:
+    families = {group.name: group_family(group) for group in header.groups}
+    family = pl.col("group").replace_strict(families, default=None, return_dtype=pl.String)
+    moved = (
+        path.segments.filter(~pl.col("kind").is_in(LOCAL))
+        .group_by(family, "kind")
+        .agg(pl.col("busy_ns").sum())
+        .sort("busy_ns", "kind", descending=[True, False])
+    )
+    group, kind, time = moved.row(0)
+    of = f"{kind} of {group}" if group else kind
+    return (
+        f"{_percent(path.transfer_ns / max(path.length_ns, 1))} of the critical path is "
+        f"communication, most of it {of} ({_percent(time / max(path.length_ns, 1))}): "
+        "transfers that are faster, smaller or hidden behind computation shorten the step."
+    )
+
+
+def _compute_sentence(path: CriticalPath, ranks: pl.DataFrame, pipeline: Pipeline | None) -> str:
+    share = _percent((path.compute_ns - path.inner_idle_ns) / max(path.length_ns, 1))
+    top = ranks.sort("path_share", "rank", descending=[True, False]).row(0, named=True)
+    ordinary = 1 / max(ranks.height, 1)
+    slow = top["excess"] is not None and top["excess"] >= _SLOW
+    if slow and top["path_share"] >= 1.5 * ordinary + 0.1:
+        peers = "the other ranks of its stage" if pipeline else "the other ranks"
+        return (
+            f"Rank {top['rank']} computes {_percent(top['excess'])} longer than {peers} and holds "
+            f"{_percent(top['path_share'])} of the critical path: the others wait for it."
+        )
+    if pipeline is not None and pipeline.stage_table.height > 1:
+        stages = pipeline.stage_table
+        typical = float(stages["compute_ns"].median() or 1)  # type: ignore[arg-type]
+        slow = stages.sort("compute_ns", descending=True).row(0, named=True)
+        excess = slow["compute_ns"] / max(typical, 1) - 1
+        if excess >= _SLOW and slow["path_share"] >= 1.2 / stages.height:
+            return (
+                f"Stage {slow['stage']} of the pipeline computes {_percent(excess)} longer than "
+                f"the median stage and holds {_percent(slow['path_share'])} of the critical path: "
+                "move layers or other work away from it."
+            )
+    times = path.segments.group_by("rank").agg(time=pl.col("busy_ns").sum())
+    return (
+        f"{share} of the critical path is computation{_where(times, pipeline)}, and no rank "
+        "stands out: only faster or less computation shortens the step."
+    )
+
+
+def _notes(
+    ranks: pl.DataFrame, pipeline: Pipeline | None, traffic: pl.DataFrame, window_ns: int
+) -> list[str]:
+    whole = max(window_ns * ranks.height, 1)
+    part = {
+        name: float(ranks[f"{name}_ns"].sum()) / whole
+        for name in ("compute", "inner_idle", "transfer", "wait", "gap")
+    }
+    notes = [
+        (
+            f"Of its time an average rank computes {_percent(part['compute'])}, transfers "
+            f"{_percent(part['transfer'])} without computing, waits for other ranks "
+            f"{_percent(part['wait'])} and is idle {_percent(part['inner_idle'] + part['gap'])}."
+        )
+    ]
+    if pipeline is not None:
+        text = f"Pipeline bubbles (waiting or nothing to do) take {_percent(pipeline.bubble)}"
+        least = pipeline.least_bubble
+        if least is not None:
+            text += (
+                f"; {pipeline.stages} stages and {pipeline.microbatches} microbatches"
+                + (f" in {pipeline.chunks} chunks" if (pipeline.chunks or 1) > 1 else "")
+                + f" waste {_percent(least)} even when all is even"
+            )
+        notes.append(text + ".")
+    if traffic.height and traffic["wait_share"][0] >= 0.02:
+        family, kind, share = traffic.select("family", "kind", "wait_share").row(0)
+        notes.append(
+            f"Most waiting is in {kind} of {family}: {_percent(share)} of its ranks' time."
+        )
+    return notes
+
+
+def _where(times: pl.DataFrame, pipeline: Pipeline | None) -> str:
+    """` on ranks 0 and 6`: the fewest places that hold 80 % of a time; columns rank, time."""
+    few = _fewest(times)
+    if len(few) <= 4:
+        return f" on {_listed('rank', few)}"
+    if pipeline is not None:
+        by_stage = (
+            times.with_columns(rank=pl.col("rank").replace_strict(pipeline.stage_of, default=None))
+            .drop_nulls("rank")
+            .group_by("rank")
+            .agg(pl.col("time").sum())
+        )
+        stages = _fewest(by_stage)
+        if stages and len(stages) <= max(1, pipeline.stages // 3):
+            return f" on {_listed('stage', stages)}"
+    return f", spread over {times.filter(pl.col('time') > 0).height} ranks"
+
+
+def _fewest(times: pl.DataFrame) -> list[int]:
+    ordered = times.sort("time", "rank", descending=[True, False])
+    before = pl.col("time").cum_sum() - pl.col("time")
+    enough = ordered.filter(before < 0.8 * pl.col("time").sum())
+    return sorted(enough["rank"].to_list())
+
+
+def _listed(noun: str, numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]}"
+    return f"{noun}s {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def _percent(share: float) -> str:
+    """A share for people: `71 %`, one digit more below 10."""
+    return (
+        f"{share:.0%}".replace("%", " %") if share >= 0.095 else f"{share:.1%}".replace("%", " %")
+    )

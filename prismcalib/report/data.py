@@ -1,0 +1,204 @@
+"""All numbers of a report, and nothing about how they look."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from prismcalib.errors import MergeInputError
+from prismcalib.paths import CriticalPath, calibrated_trace
+from prismcalib.report.conclusion import Conclusion, conclude
+from prismcalib.report.grids import Grid
+from prismcalib.report.scan import Extent, extent_of, scan
+from prismcalib.report.stages import pipeline_stages
+from prismcalib.report.tables import (
+    Memory,
+    Pipeline,
+    basis_shares,
+    groups_table,
+    memory_of,
+    pipeline_of,
+    ranks_table,
+    steps_table,
+    traffic_table,
+)
+from prismcalib.report.trail import marked_path
+from prismtrace.schema import TraceHeader
+from prismtrace.trace import Trace
+
+if TYPE_CHECKING:
+    from prismcalib.stragglers import StragglerReport
+
+__all__ = ["Memory", "Pipeline", "RunSummary", "describe_run"]
+
+CELLS = 2**21
+"""Cells of a grid: about 2 bytes each on the page before compression."""
+
+STRAGGLER_ROWS = 2_000_000
+"""Simulating stragglers needs the whole graph in memory: some 500 bytes a row."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RunSummary:
+    """What a report says; times in ns, shares between 0 and 1.
+
+    Attributes:
+        header: of the trace.
+        extent: ranks, rows, window.
+        conclusion: what it all means, in a sentence, and what else is worth knowing.
+        path: the critical path.
+        steps: step (null: the whole window), duration_ns.
+        ranks: rank, stage (null without a pipeline), rows, compute_ns, inner_idle_ns,
+            transfer_ns (not hidden behind computation), wait_ns, gap_ns: together the window;
+            hidden_ns (transfers behind computation), overlap (hidden share of all transfers, null
+            without any), path_share, peers_ns (median compute_ns of the other ranks of its stage,
+            or of all; null without any), excess (compute_ns against it), peak_bytes.
+        pipeline: None where the trace shows none.
+        kinds: kind, rows, dur_ns, over all ranks.
+        traffic: communication per family of groups and kind: family, kind, groups, operations,
+            unmatched, wait_ns and transfer_ns (means per member), bytes (mean per member),
+            wait_share (of its members' time).
+        groups: group (name), ranks, members, operations, wait_ns, transfer_ns (means per member),
+            total_wait_ns, last_rank and last_share (which rank arrives last most often; null for
+            send and recv), largest total wait first.
+        basis: share of the critical path that rests on each kind of knowledge.
+        sources: transfer_source, rows, transfer_ns of all communication.
+        stragglers: what uneven ranks cost, and likely causes; None where `stragglers_absent` says
+            why.
+        stragglers_absent: empty, or why nothing was simulated.
+        memory: None if the trace does not tell.
+        virtual_rows: rows that no real rank measured.
+        grids: what every rank does when.
+    """
+
+    header: TraceHeader
+    extent: Extent
+    conclusion: Conclusion
+    path: CriticalPath
+    steps: pl.DataFrame
+    ranks: pl.DataFrame
+    pipeline: Pipeline | None
+    kinds: pl.DataFrame
+    traffic: pl.DataFrame
+    groups: pl.DataFrame
+    basis: dict[str, float]
+    sources: pl.DataFrame
+    stragglers: StragglerReport | None
+    stragglers_absent: str
+    memory: Memory | None
+    virtual_rows: int
+    grids: tuple[Grid, ...]
+
+    @property
+    def step_ns(self) -> int:
+        """Median step time."""
+        return round(float(self.steps["duration_ns"].median()))  # type: ignore[arg-type]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All numbers as JSON values; grids are left out."""
+        header, pipeline, memory = self.header, self.pipeline, self.memory
+        return {
+            "conclusion": {"headline": self.conclusion.headline, "notes": self.conclusion.notes},
+            "world_size": header.world_size,
+            "rows": int(self.extent.rows.sum()),
+            "window_ns": self.extent.window_ns,
+            "step_ns": self.step_ns,
+            "steps": self.steps.to_dicts(),
+            "critical_path": self.path.as_dict(),
+            "ranks": self.ranks.to_dicts(),
+            "pipeline": None
+            if pipeline is None
+            else {
+                "stages": pipeline.stage_table.to_dicts(),
+                "microbatches": pipeline.microbatches,
+                "chunks": pipeline.chunks,
+                "bubble": pipeline.bubble,
+                "least_bubble": pipeline.least_bubble,
+            },
+            "kinds": self.kinds.to_dicts(),
+            "traffic": self.traffic.to_dicts(),
+            "groups": self.groups.to_dicts(),
+            "basis": self.basis,
+            "transfer_sources": self.sources.to_dicts(),
+            "stragglers": None if self.stragglers is None else self.stragglers.as_dict(),
+            "stragglers_absent": self.stragglers_absent,
+            "memory": None
+            if memory is None
+            else dict(zip(memory.names, memory.levels.max(axis=1).tolist(), strict=True)),
+            "virtual_rows": self.virtual_rows,
+            "axes": header.axes,
+            "sources": header.sources,
+            "policies": header.policies,
+            "clocks": [
+                {"ranks": domain.ranks, **domain.model_dump(mode="json", exclude={"ranks"})}
+                for domain in header.clock
+            ],
+        }
+
+
+def describe_run(
+    source: Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    cells: int = CELLS,
+    straggler_rows: int = STRAGGLER_ROWS,
+    on_rows: Callable[[int], None] | None = None,
+) -> RunSummary:
+    """Read a calibrated trace block by block and count everything a report says.
+
+    Args:
+        source: a calibrated trace, or where it is.
+        cells: how fine the grids are.
+        straggler_rows: simulate stragglers only in traces of at most so many rows.
+        on_rows: is told how many more rows have been read.
+
+    Raises:
+        MergeInputError: the trace is not calibrated, or rows lack times.
+    """
+    trace = calibrated_trace(source)
+    header = trace.header
+    extent = extent_of(trace)
+    counted = scan(trace, extent, cells=cells, on_rows=on_rows)
+    path = marked_path(trace, extent, counted.critical, counted.last)
+    stage_of = pipeline_stages(header, counted.pairs)
+    ranks = ranks_table(counted.ranks, path, stage_of)
+    pipeline = None if stage_of is None else pipeline_of(stage_of, ranks, counted, extent)
+    traffic = traffic_table(counted, header, extent)
+    stragglers, absent = _stragglers(trace, int(extent.rows.sum()), straggler_rows)
+    return RunSummary(
+        header=header,
+        extent=extent,
+        conclusion=conclude(path, ranks, pipeline, traffic, header),
+        path=path,
+        steps=steps_table(counted.step_ends, extent),
+        ranks=ranks,
+        pipeline=pipeline,
+        kinds=counted.kinds.with_columns(pl.col("kind").cast(pl.String)),
+        traffic=traffic,
+        groups=groups_table(counted, header),
+        basis=basis_shares(path),
+        sources=counted.sources.with_columns(pl.col("transfer_source").cast(pl.String)),
+        stragglers=stragglers,
+        stragglers_absent=absent,
+        memory=memory_of(counted.memory_bytes, extent, pipeline),
+        virtual_rows=counted.virtual_rows,
+        grids=counted.grids,
+    )
+
+
+def _stragglers(trace: Trace, rows: int, most_rows: int) -> tuple[StragglerReport | None, str]:
+    """What uneven ranks cost, or why that was left out."""
+    if rows > most_rows:
+        return None, (
+            f"{rows:,} rows are more than a report simulates ({most_rows:,}): "
+            "run `prismcalib stragglers` on this trace"
+        )
+    from prismcalib.stragglers import find_stragglers
+
+    try:
+        return find_stragglers(trace, by=("rank", "stage", "kind"), limit=24), ""
+    except MergeInputError as error:
+        return None, error.message

@@ -1,0 +1,343 @@
+"""One pass over a calibrated trace, block of ranks by block of ranks: everything counted there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from prismcalib.errors import MergeInputError
+from prismcalib.graph import Int32Array, Int64Array
+from prismcalib.paths import inner_idle
+from prismcalib.report.coverage import cover
+from prismcalib.report.grids import Grid, GridWriter, grid_shapes
+from prismtrace.schema import LOCAL_KINDS, P2P_KINDS
+from prismtrace.trace import Trace
+
+__all__ = ["MEMORY_BINS", "PARTS", "Extent", "Scan", "extent_of", "rank_rows", "scan"]
+
+PARTS = ("compute", "inner_idle", "transfer", "wait")
+"""What a rank does at an instant, first that applies; `inner_idle` is a share of `compute` spans.
+The rest is a gap: no span at all."""
+
+MEMORY_BINS = 256
+
+# Rows of a block: some 60 bytes each in the columns that are read, as much again to sort them.
+_BLOCK_ROWS = 2_000_000
+# And its ranks: each takes some 100 bytes a bin while cells are computed.
+_BLOCK_RANKS = 512
+
+LOCAL = [kind.value for kind in LOCAL_KINDS]
+_P2P = [kind.value for kind in P2P_KINDS]
+
+
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """How large a trace is.
+
+    Attributes:
+        ranks: int32[R], ranks that have rows, ascending.
+        rows: int64[R].
+        begin_ns, end_ns: first start and last end.
+    """
+
+    ranks: Int32Array
+    rows: Int64Array
+    begin_ns: int
+    end_ns: int
+
+    @property
+    def window_ns(self) -> int:
+        """From the first start to the last end."""
+        return self.end_ns - self.begin_ns
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Scan:
+    """What one pass counts.
+
+    Attributes:
+        ranks: rank, rows; compute_ns, inner_idle_ns, transfer_ns, wait_ns, gap_ns: the window
+            divided by `PARTS` (where several apply the first counts); hidden_ns: transfers
+            beside computation; peak_bytes (null if unknown).
+        traffic: group (id, null if unknown), kind; members (rows of matched communications),
+            unmatched, wait_ns, transfer_ns, bytes: sums over rows.
+        late: group, rank, arrivals: in how many collectives the rank arrived last.
+        kinds: kind, rows, dur_ns: sums over all ranks.
+        sources: transfer_source, rows, transfer_ns, of matched communications.
+        step_ends: step, end_ns, microbatches and chunks (how many; null if not numbered).
+        pairs: group, rank, peer: who sends to whom.
+        critical: the rows that the critical path reaches, all columns.
+        last: the row that ends last (lowest of several), all columns.
+        virtual_rows: rows that no real rank measured.
+        memory_bytes: int64[R, MEMORY_BINS], highest level in each bin; None if unknown.
+        grids: what every rank does when.
+    """
+
+    ranks: pl.DataFrame
+    traffic: pl.DataFrame
+    late: pl.DataFrame
+    kinds: pl.DataFrame
+    sources: pl.DataFrame
+    step_ends: pl.DataFrame
+    pairs: pl.DataFrame
+    critical: pl.DataFrame
+    last: pl.DataFrame
+    virtual_rows: int
+    memory_bytes: Int64Array | None
+    grids: tuple[Grid, ...]
+
+
+def extent_of(trace: Trace) -> Extent:
+    """Ranks, rows and window of a trace, from one streaming pass over three columns.
+
+    Raises:
+        MergeInputError: there are no rows, or rows lack times.
+    """
+    sizes = (
+        trace.nodes.group_by("rank")
+        .agg(
+            rows=pl.len(),
+            begin=pl.col("start_ns").min(),
+            end=(pl.col("start_ns") + pl.col("dur_ns")).max(),
+            untimed=pl.col("start_ns").null_count() + pl.col("dur_ns").null_count(),
+        )
+        .sort("rank")
+        .collect(engine="streaming")
+    )
+    where = ", ".join(str(path) for path in trace.paths[:3]) or None
+    if not sizes.height or sizes["untimed"].sum():
+        raise MergeInputError(
+            "rows without times" if sizes.height else "the trace has no rows",
+            where=where,
+            hint="run `prismcalib merge` again: a calibrated trace has the times of all rows",
+        )
+    begin, end = sizes.select(pl.col("begin").min(), pl.col("end").max()).row(0)
+    return Extent(
+        ranks=sizes["rank"].to_numpy(),
+        rows=sizes["rows"].cast(pl.Int64).to_numpy(),
+        begin_ns=begin,
+        end_ns=end,
+    )
+
+
+def rank_rows(nodes: pl.LazyFrame, first: int, last: int) -> pl.LazyFrame:
+    """Rows of a range of ranks; Parquet statistics skip the rest of the file."""
+    return nodes.filter(pl.col("rank").is_between(first, last))
+
+
+def scan(
+    trace: Trace,
+    extent: Extent,
+    *,
+    cells: int,
+    block_rows: int = _BLOCK_ROWS,
+    on_rows: Callable[[int], None] | None = None,
+) -> Scan:
+    """Read every row once.
+
+    Args:
+        trace: a calibrated trace.
+        extent: of that trace.
+        cells: most cells of a grid.
+        block_rows: rows in memory at a time, unless one rank has more.
+        on_rows: is told how many more rows have been read.
+    """
+    names = trace.nodes.collect_schema().names()
+    shapes = grid_shapes(len(extent.ranks), cells)
+    writers = [GridWriter(shape, len(extent.ranks), len(PARTS)) for shape in shapes]
+    fold = _Fold(extent)
+    step = shapes[0].ranks_per_line
+    for first, last in _blocks(extent.rows, step, block_rows):
+        low, high = int(extent.ranks[first]), int(extent.ranks[last - 1])
+        rows = rank_rows(trace.nodes, low, high).with_columns(inner_idle_ns=inner_idle(names))
+        block = rows.select(_COLUMNS).collect()
+        lane = np.searchsorted(extent.ranks[first:last], block["rank"].to_numpy())
+        fold.add(block, _lanes(block, lane, last - first, extent, shapes[0].bins, writers, first))
+        fold.remember(first, block, lane)
+        if on_rows is not None:
+            on_rows(block.height)
+    critical = trace.nodes.filter("critical").collect(engine="streaming")
+    rank, start = fold.last_row
+    last_rows = rank_rows(trace.nodes, rank, rank).filter(pl.col("start_ns") == start)
+    ends = pl.col("start_ns") + pl.col("dur_ns")
+    return fold.result(
+        critical=critical,
+        last=last_rows.filter(ends == extent.end_ns).sort("index").head(1).collect(),
+        grids=tuple(writer.grid for writer in writers),
+    )
+
+
+_COLUMNS = (
+    "rank", "index", "kind", "group", "seq", "peer", "bytes", "step", "microbatch", "chunk",
+    "phase", "start_ns", "dur_ns", "wait_ns", "transfer_ns", "transfer_source", "real",
+    "inner_idle_ns", "mem_bytes", "mem_peak_bytes",
+)  # fmt: skip
+
+
+def _blocks(rows: Int64Array, step: int, block_rows: int) -> Iterator[tuple[int, int]]:
+    """First and past-the-last rank number of blocks; whole lines of `step` ranks."""
+    first = count = 0
+    for line in range(0, len(rows), step):
+        added = int(rows[line : line + step].sum())
+        if count and (count + added > block_rows or line + step - first > _BLOCK_RANKS):
+            yield first, line
+            first, count = line, 0
+        count += added
+    yield first, len(rows)
+
+
+def _lanes(
+    block: pl.DataFrame,
+    lane: Int64Array,
+    lanes: int,
+    extent: Extent,
+    bins: int,
+    writers: list[GridWriter],
+    first: int,
+) -> pl.DataFrame:
+    """What each rank of a block does when: times per rank; cells go to the writers."""
+    stride = extent.window_ns + 1
+    base = lane * stride - extent.begin_ns
+    start = block["start_ns"].to_numpy() + base
+    end = start + block["dur_ns"].to_numpy()
+    ready = start + block["wait_ns"].fill_null(0).to_numpy()
+    local = block["kind"].cast(pl.String).is_in(LOCAL).to_numpy()
+    share = block["inner_idle_ns"].to_numpy() / np.maximum(block["dur_ns"].to_numpy(), 1)
+
+    edges = np.arange(lanes)[:, None] * stride + extent.window_ns * np.arange(bins + 1) // bins
+    computing = cover(start[local], end[local], share[local])
+    compute, idle = computing.per_cell(edges)
+    busy, _ = cover(np.where(local, start, ready), end).per_cell(edges)
+    spent, _ = cover(start, end).per_cell(edges)
+    sent, _ = cover(ready[~local], end[~local]).per_cell(edges[:, [0, -1]])
+    if idle is None:  # a measure was given, so there is one
+        raise AssertionError
+    parts = np.stack([compute - idle, idle, busy - compute, spent - busy])
+    for writer in writers:
+        writer.add(first, parts, extent.window_ns)
+    # Rounded so that the parts still add up to the window.
+    idle_ns = np.rint(idle.sum(axis=1)).astype(np.int64)
+    transfer = (busy - compute).sum(axis=1)
+    spent_ns = spent.sum(axis=1)
+    return pl.DataFrame(
+        {
+            "rank": extent.ranks[first : first + lanes],
+            "compute_ns": compute.sum(axis=1) - idle_ns,
+            "inner_idle_ns": idle_ns,
+            "transfer_ns": transfer,
+            "wait_ns": (spent - busy).sum(axis=1),
+            "gap_ns": extent.window_ns - spent_ns,
+            "hidden_ns": sent[:, 0] - transfer,
+        }
+    )
+
+
+class _Fold:
+    """Sums over blocks."""
+
+    def __init__(self, extent: Extent) -> None:
+        self._extent = extent
+        self._tables: dict[str, list[pl.DataFrame]] = {}
+        self._memory = np.full((len(extent.ranks), MEMORY_BINS), -1, np.int64)
+        self._virtual = 0
+        self.last_row = (int(extent.ranks[0]), extent.begin_ns)
+        self._found = False
+
+    def add(self, block: pl.DataFrame, times: pl.DataFrame) -> None:
+        """Count a block; `times` are those of its ranks."""
+        matched = pl.col("transfer_ns").is_not_null() & pl.col("seq").is_not_null()
+        comm = block.filter(~pl.col("kind").cast(pl.String).is_in(LOCAL))
+        end = pl.col("start_ns") + pl.col("dur_ns")
+        both = comm.filter(matched)
+        tables = {
+            "ranks": times.join(
+                block.group_by("rank").agg(
+                    rows=pl.len(), peak_bytes=pl.max_horizontal("mem_peak_bytes", "mem_bytes").max()
+                ),
+                on="rank",
+                how="left",
+                maintain_order="left",
+            ),
+            "traffic": comm.group_by("group", "kind").agg(
+                members=matched.sum(),
+                unmatched=(~matched).sum(),
+                wait_ns=pl.col("wait_ns").sum(),
+                transfer_ns=pl.coalesce("transfer_ns", "dur_ns").sum(),
+                bytes=pl.col("bytes").sum(),
+            ),
+            "late": both.filter((pl.col("wait_ns") == 0) & ~pl.col("kind").is_in(_P2P))
+            .group_by("group", "rank")
+            .agg(arrivals=pl.len()),
+            "kinds": block.group_by("kind").agg(rows=pl.len(), dur_ns=pl.col("dur_ns").sum()),
+            "sources": both.group_by("transfer_source").agg(
+                rows=pl.len(), transfer_ns=pl.col("transfer_ns").sum()
+            ),
+            "steps": block.filter(pl.col("step").is_not_null())
+            .group_by("step")
+            .agg(
+                end_ns=end.max(),
+                microbatches=pl.col("microbatch").max() + 1,
+                chunks=pl.col("chunk").max() + 1,
+            ),
+            "pairs": comm.filter(pl.col("kind").cast(pl.String) == "send")
+            .select("group", "rank", "peer")
+            .unique(),
+        }
+        for name, table in tables.items():
+            self._tables.setdefault(name, []).append(table)
+        self._virtual += int((~block["real"]).sum())
+        if not self._found:
+            ends = block.filter(end == self._extent.end_ns).sort("rank", "index").head(1)
+            for rank, start in ends.select("rank", "start_ns").rows():
+                self.last_row, self._found = (rank, start), True
+
+    def remember(self, first: int, block: pl.DataFrame, lane: Int64Array) -> None:
+        """Take the memory levels of a block whose first rank has number `first`."""
+        level = pl.max_horizontal("mem_bytes", "mem_peak_bytes")
+        known = block.select(
+            lane=pl.Series(lane),
+            bytes=level,
+            bin=(pl.col("start_ns") + pl.col("dur_ns") - self._extent.begin_ns)
+            * MEMORY_BINS
+            // (self._extent.window_ns + 1),
+        ).drop_nulls("bytes")
+        lanes, bins, levels = (known[name].to_numpy() for name in ("lane", "bin", "bytes"))
+        np.maximum.at(self._memory, (first + lanes, bins), levels)
+
+    def result(
+        self, *, critical: pl.DataFrame, last: pl.DataFrame, grids: tuple[Grid, ...]
+    ) -> Scan:
+        """The sums over all blocks."""
+        whole = {name: pl.concat(parts) for name, parts in self._tables.items()}
+        sums = ("members", "unmatched", "wait_ns", "transfer_ns", "bytes")
+        return Scan(
+            ranks=whole["ranks"],
+            traffic=whole["traffic"].group_by("group", "kind").agg(pl.col(sums).sum())
+            .sort("group", "kind"),
+            late=whole["late"].group_by("group", "rank").agg(pl.col("arrivals").sum())
+            .sort("group", "rank"),
+            kinds=whole["kinds"].group_by("kind").agg(pl.col("rows", "dur_ns").sum())
+            .sort("kind"),
+            sources=whole["sources"].group_by("transfer_source")
+            .agg(pl.col("rows", "transfer_ns").sum()).sort("transfer_source"),
+            step_ends=whole["steps"].group_by("step")
+            .agg(pl.col("end_ns", "microbatches", "chunks").max()).sort("step"),
+            pairs=whole["pairs"].sort("group", "rank", "peer"),
+            critical=critical,
+            last=last,
+            virtual_rows=self._virtual,
+            memory_bytes=_filled(self._memory),
+            grids=grids,
+        )  # fmt: skip
+
+
+def _filled(levels: Int64Array) -> Int64Array | None:
+    """Levels with every unknown bin (-1) holding what was known before it; None if none is."""
+    if levels.max(initial=-1) < 0:
+        return None
+    known = np.where(levels >= 0, np.arange(levels.shape[1]), 0)
+    np.maximum.accumulate(known, axis=1, out=known)
+    return np.maximum(np.take_along_axis(levels, known, axis=1), 0)

@@ -1,0 +1,273 @@
+"""From what was counted to the tables of a report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from prismcalib.graph import Int64Array
+from prismcalib.paths import CriticalPath
+from prismcalib.places import group_family
+from prismcalib.report.scan import LOCAL, Extent, Scan
+from prismtrace.schema import P2P_KINDS, TraceHeader
+
+__all__ = [
+    "Memory",
+    "Pipeline",
+    "basis_shares",
+    "groups_table",
+    "memory_of",
+    "pipeline_of",
+    "ranks_table",
+    "steps_table",
+    "traffic_table",
+]
+
+_P2P = [kind.value for kind in P2P_KINDS]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The pipeline of a run.
+
+    Attributes:
+        stage_of: rank -> stage.
+        stages: how many.
+        microbatches, chunks: per step and rank; None if the trace does not number them.
+        stage_table: stage, ranks (how many), compute_ns, inner_idle_ns, transfer_ns, wait_ns,
+            gap_ns (mean over its ranks), bubble (waiting and gaps as a share of the window),
+            path_share.
+    """
+
+    stage_of: dict[int, int]
+    stages: int
+    microbatches: int | None
+    chunks: int | None
+    stage_table: pl.DataFrame
+
+    @property
+    def bubble(self) -> float:
+        """Mean share of the window in which a rank waits or does nothing."""
+        weighted = self.stage_table["bubble"] * self.stage_table["ranks"]
+        return float(weighted.sum()) / max(int(self.stage_table["ranks"].sum()), 1)
+
+    @property
+    def least_bubble(self) -> float | None:
+        """What a perfect (interleaved) 1F1B schedule of this shape wastes.
+
+        Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
+        Using Megatron-LM" (SC 2021), sections 2.2.1 and 2.2.2.
+        """
+        if self.microbatches is None:
+            return None
+        passes = self.microbatches * (self.chunks or 1)
+        return (self.stages - 1) / (passes + self.stages - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Allocated bytes over time.
+
+    Attributes:
+        names: what the lines are: ranks, stages (highest of their ranks) or, of many ranks
+            without stages, highest, median and lowest rank.
+        levels: int64[lines, bins], highest level in each bin of the window.
+    """
+
+    names: tuple[str, ...]
+    levels: Int64Array
+
+
+def steps_table(ends: pl.DataFrame, extent: Extent) -> pl.DataFrame:
+    """As `prismcalib.predict` counts: a step lasts from the end of the one before to its own."""
+    if not ends.height:
+        whole = {"step": [None], "duration_ns": [extent.window_ns]}
+        return pl.DataFrame(whole, schema={"step": pl.Int32, "duration_ns": pl.Int64})
+    before = pl.col("end_ns").shift().fill_null(extent.begin_ns)
+    return ends.select("step", duration_ns=pl.col("end_ns") - before)
+
+
+def ranks_table(
+    times: pl.DataFrame, path: CriticalPath, stage_of: dict[int, int] | None
+) -> pl.DataFrame:
+    """`RunSummary.ranks`."""
+    shares = path.shares("rank").select("rank", path_share="share")
+    stage = (
+        pl.lit(None, pl.Int32)
+        if stage_of is None
+        else pl.col("rank").replace_strict(stage_of, default=None, return_dtype=pl.Int32)
+    )
+    sent = pl.col("hidden_ns") + pl.col("transfer_ns")
+    placed = times.with_columns(stage=stage)
+    peers = _others_median(placed["compute_ns"], placed["stage"])
+    return (
+        placed.with_columns(peers_ns=peers)
+        .join(shares, on="rank", how="left", maintain_order="left")
+        .select(
+            *("rank", "stage", "rows", "compute_ns", "inner_idle_ns", "transfer_ns", "wait_ns"),
+            *("gap_ns", "hidden_ns"),
+            pl.when(sent > 0).then(pl.col("hidden_ns") / sent).alias("overlap"),
+            pl.col("path_share").fill_null(0.0),
+            "peers_ns",
+            (pl.col("compute_ns") / pl.col("peers_ns").clip(lower_bound=1) - 1).alias("excess"),
+            "peak_bytes",
+        )
+    )
+
+
+def _others_median(values: pl.Series, part: pl.Series) -> pl.Series:
+    """Of each value the median of the other values of its part; null where there is none."""
+    result = np.full(len(values), np.nan)
+    numbers, parts = values.to_numpy(), part.fill_null(-1).to_numpy()
+    for number in np.unique(parts):
+        rows = np.flatnonzero(parts == number)
+        if len(rows) == 1:
+            continue
+        rows = rows[np.argsort(numbers[rows], kind="stable")]
+        place, others = np.arange(len(rows)), len(rows) - 1
+        middle = [(others - 1) // 2, others // 2]
+        # Among the others, those behind one's own place have moved up by one.
+        taken = [numbers[rows[low + (place <= low)]] for low in middle]
+        result[rows] = np.mean(taken, axis=0)
+    return pl.Series(result).fill_nan(None).round().cast(pl.Int64)
+
+
+def pipeline_of(
+    stage_of: dict[int, int], ranks: pl.DataFrame, counted: Scan, extent: Extent
+) -> Pipeline:
+    """The pipeline with its stages."""
+    parts = ("compute_ns", "inner_idle_ns", "transfer_ns", "wait_ns", "gap_ns")
+    table = (
+        ranks.drop_nulls("stage")
+        .group_by("stage")
+        .agg(
+            pl.len().alias("ranks"),
+            *(pl.col(part).mean().round().cast(pl.Int64) for part in parts),
+            bubble=(pl.col("wait_ns") + pl.col("gap_ns")).mean() / max(extent.window_ns, 1),
+            path_share=pl.col("path_share").sum(),
+        )
+        .sort("stage")
+    )
+    microbatches, chunks = counted.step_ends.select(
+        pl.col("microbatches").max(), pl.col("chunks").max()
+    ).row(0)
+    return Pipeline(
+        stage_of=stage_of,
+        stages=max(stage_of.values()) + 1,
+        microbatches=microbatches,
+        chunks=chunks,
+        stage_table=table,
+    )
+
+
+def _named_groups(header: TraceHeader) -> pl.DataFrame:
+    """Columns group, name, family, ranks (how many)."""
+    rows = [
+        (group.id, group.name, group_family(group), len(group.ranks)) for group in header.groups
+    ]
+    schema = {"group": pl.Int32, "name": pl.String, "family": pl.String, "ranks": pl.Int64}
+    return pl.DataFrame(rows, schema=schema, orient="row")
+
+
+def _operations() -> pl.Expr:
+    """How many operations a group's member rows stand for."""
+    size = pl.when(pl.col("kind").is_in(_P2P)).then(1).otherwise(pl.col("ranks"))
+    return (pl.col("members") / size.clip(lower_bound=1)).round().cast(pl.Int64)
+
+
+def traffic_table(counted: Scan, header: TraceHeader, extent: Extent) -> pl.DataFrame:
+    """`RunSummary.traffic`."""
+    named = counted.traffic.with_columns(pl.col("kind").cast(pl.String)).join(
+        _named_groups(header), on="group", how="left"
+    )
+    rows = pl.col("members") + pl.col("unmatched")
+    members = pl.col("members").sum().clip(lower_bound=1)
+    whole = pl.col("ranks").sum() * max(extent.window_ns, 1)
+    return (
+        named.with_columns(operations=_operations(), family=pl.col("family").fill_null("unknown"))
+        .group_by("family", "kind")
+        .agg(
+            groups=pl.col("group").n_unique(),
+            operations=pl.col("operations").sum(),
+            unmatched=pl.col("unmatched").sum(),
+            wait_ns=(pl.col("wait_ns").sum() / members).round().cast(pl.Int64),
+            transfer_ns=(pl.col("transfer_ns").sum() / rows.sum()).round().cast(pl.Int64),
+            bytes=(pl.col("bytes").sum() / rows.sum()).round().cast(pl.Int64),
+            wait_share=(pl.col("wait_ns").sum() / whole).fill_null(0.0),
+        )
+        .sort("wait_share", "family", "kind", descending=[True, False, False])
+    )
+
+
+def groups_table(counted: Scan, header: TraceHeader) -> pl.DataFrame:
+    """`RunSummary.groups`."""
+    names = _named_groups(header)
+    traffic = counted.traffic.with_columns(pl.col("kind").cast(pl.String)).join(names, on="group")
+    collective = ~pl.col("kind").is_in(_P2P)
+    last = (
+        counted.late.sort("arrivals", "rank", descending=[True, False])
+        .group_by("group", maintain_order=True)
+        .first()
+    )
+    members = pl.col("members").clip(lower_bound=1)
+    return (
+        traffic.with_columns(operations=_operations())
+        .group_by("group", "name", "ranks")
+        .agg(
+            pl.col("members", "operations", "wait_ns", "transfer_ns").sum(),
+            collectives=pl.col("operations").filter(collective).sum(),
+        )
+        .join(last, on="group", how="left")
+        .sort("wait_ns", "group", descending=[True, False])
+        .select(
+            *("group", "name", "ranks", "members", "operations"),
+            (pl.col("wait_ns") / members).round().cast(pl.Int64).alias("wait_ns"),
+            (pl.col("transfer_ns") / members).round().cast(pl.Int64).alias("transfer_ns"),
+            pl.col("wait_ns").alias("total_wait_ns"),
+            pl.col("rank").alias("last_rank"),
+            (pl.col("arrivals") / pl.col("collectives")).alias("last_share"),
+        )
+    )
+
+
+def basis_shares(path: CriticalPath) -> dict[str, float]:
+    """Shares of the path by what is known about it, largest first; they add up to 1."""
+    local = pl.col("kind").is_in(LOCAL)
+    sources = (
+        path.segments.filter(~local & pl.col("transfer_source").is_not_null())
+        .group_by("transfer_source")
+        .agg(pl.col("busy_ns").sum())
+        .rows()
+    )
+    unknown = path.segments.filter(~local & pl.col("transfer_source").is_null())["busy_ns"].sum()
+    times = {
+        "computation, measured": path.compute_ns - path.inner_idle_ns,
+        **{f"transfer, {source}": time for source, time in sources},
+        "communication without partners, as recorded": unknown,
+        "idle gaps, as recorded": path.gap_ns + path.lead_in_ns + path.inner_idle_ns,
+    }
+    shares = {name: time / max(path.length_ns, 1) for name, time in times.items() if time}
+    return dict(sorted(shares.items(), key=lambda item: (-item[1], item[0])))
+
+
+def memory_of(
+    levels: Int64Array | None, extent: Extent, pipeline: Pipeline | None
+) -> Memory | None:
+    """`RunSummary.memory`, from levels int64[R, bins]."""
+    if levels is None:
+        return None
+    ranks = extent.ranks.tolist()
+    if len(ranks) <= 8:
+        return Memory(tuple(f"rank {rank}" for rank in ranks), levels)
+    if pipeline is not None:
+        stage = np.array([pipeline.stage_of.get(rank, -1) for rank in ranks])
+        numbers = [number for number in range(pipeline.stages) if (stage == number).any()]
+        return Memory(
+            tuple(f"stage {number}" for number in numbers),
+            np.stack([levels[stage == number].max(axis=0) for number in numbers]),
+        )
+    middle = np.median(levels, axis=0).astype(np.int64)
+    lines = np.stack([levels.max(axis=0), middle, levels.min(axis=0)])
+    return Memory(("highest rank", "median rank", "lowest rank"), lines)
