@@ -56,9 +56,10 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise _output_error(path, error.errno or 0) from error
     except pl.exceptions.PolarsError as error:
         found = re.search(r"os error (\d+)", str(error))
-        if found is None:
+        # When the last bytes of a file do not fit, the number is lost.
+        if found is None and "transport error" not in str(error):
             raise
-        raise _output_error(path, int(found[1])) from error
+        raise _output_error(path, int(found[1]) if found else errno.ENOSPC) from error
 
 
 def _output_error(path: Path, number: int) -> OutputError:
@@ -67,5 +68,5 @@ def _output_error(path: Path, number: int) -> OutputError:
         where=str(path),
         hint="free some space or write to another disk; nothing was left behind"
         if number in _FULL
-        else None,
+        else "choose a folder that you may write to",
     )
