@@ -7,7 +7,6 @@ matched across ranks, then the temporary files are completed and streamed into t
 
 from __future__ import annotations
 
-import glob
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import polars as pl
 
 from prismtrace import __version__
 from prismtrace.converters.groups import GroupBook, GroupKey, read_groups_file
+from prismtrace.converters.inputs import PathLike, expand_inputs, given_ranks
 from prismtrace.converters.kineto.rank import RankOptions, RankTrace, convert_rank
 from prismtrace.converters.matching import match
 from prismtrace.converters.parts import disk_errors, workspace
@@ -26,19 +26,15 @@ from prismtrace.converters.placing import Assignment
 from prismtrace.converters.sniff import is_operation_level
 from prismtrace.converters.workers import run_tasks
 from prismtrace.errors import (
-    InputFileError,
     OutputError,
     RankError,
     TraceError,
     ValidationError,
 )
-from prismtrace.ranks import format_ranks
 from prismtrace.schema import ClockDomain, Kind, ProcessGroup, TraceHeader, TraceKind
 from prismtrace.trace import node_ids, write_nodes
 
-__all__ = ["ConvertReport", "convert"]
-
-PathLike = str | os.PathLike[str]
+__all__ = ["ConvertReport", "convert", "expand_inputs"]
 
 # Counts that tell what was done, not what was wrong.
 _INFORMATIVE = (
@@ -51,8 +47,18 @@ _INFORMATIVE = (
 )
 _INFORMATIVE_PREFIX = ("matched-", "edge-")
 # Event kinds that conversion never uses; dropping them is no repair.
-_UNUSED = ("dropped-flow", "dropped-instant", "dropped-metadata", "dropped-trace-span")
-_UNUSED_PREFIX = ("dropped-python", "dropped-gpu-user", "dropped-overhead", "dropped-category")
+_UNUSED = (
+    "dropped-flow",
+    "dropped-critical-path-flow",
+    "dropped-instant",
+    "dropped-metadata",
+    "dropped-trace-span",
+    "dropped-python-function",
+    "dropped-gpu-user-annotation",
+    "dropped-overhead",
+    "dropped-other-category",
+    "dropped-other-phase",
+)
 
 _MOST_STREAMS = 2**15
 
@@ -131,7 +137,7 @@ def convert(
         from prismtrace.converters.ops import convert_operations
 
         return convert_operations(paths, output, mapping=mapping, strict=strict, progress=progress)
-    given = _given_ranks(paths, ranks or {})
+    given = given_ranks(paths, ranks or {})
     target = Path(output)
     options = RankOptions(grain, step_from, tuple(comm_kernels), tuple(keep_args), recover)
     if grain not in ("communication", "kernel"):
@@ -178,73 +184,6 @@ def convert(
             parts = [pl.scan_parquet(trace.nodes, glob=False) for trace in traces]
             write_nodes(header, pl.concat(parts, how="diagonal"), target)
     return _report(target, header, traces, counts, repairs)
-
-
-# --- inputs -------------------------------------------------------------------------------
-
-
-def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
-    """Files, folders (their ``.json``/``.json.gz`` files) and glob patterns as a list of files.
-
-    Raises:
-        InputFileError: a path does not exist or a folder holds no trace.
-    """
-    given = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
-    paths: list[Path] = []
-    for item in given:
-        try:
-            paths += _expand(item)
-        except OSError as error:
-            raise InputFileError(
-                f"cannot be read: {error.strerror}", where=str(item), hint="check its permissions"
-            ) from error
-    if not paths:
-        raise InputFileError("no input file was given", hint="name at least one trace")
-    for path in paths:
-        if not path.is_file():
-            raise InputFileError("no such file", where=str(path), hint="check the path")
-    seen: set[Path] = set()
-    for path in paths:
-        if path.resolve() in seen:
-            raise RankError("the file is given twice", where=str(path), hint="name it once")
-        seen.add(path.resolve())
-    return paths
-
-
-def _expand(item: PathLike) -> list[Path]:
-    path = Path(item)
-    if path.is_dir():
-        found = sorted(p for p in path.iterdir() if p.name.endswith((".json", ".json.gz")))
-        if not found:
-            raise InputFileError(
-                "the folder holds no trace (.json or .json.gz)",
-                where=str(path),
-                hint="name the folder or the files that the profiler wrote",
-            )
-        return found
-    if path.exists() or not glob.has_magic(str(item)):
-        return [path]
-    found = sorted(Path(name) for name in glob.glob(str(item), recursive=True))
-    if not found:
-        raise InputFileError(
-            "no file matches the pattern",
-            where=str(item),
-            hint="check the path, and quote patterns",
-        )
-    return found
-
-
-def _given_ranks(paths: Sequence[Path], ranks: Mapping[str, int]) -> dict[Path, int]:
-    given: dict[Path, int] = {}
-    for key, rank in ranks.items():
-        fitting = [path for path in paths if key in (path.name, str(path))]
-        if len(fitting) != 1:
-            raise RankError(
-                f"--rank {key}={rank} names {'no' if not fitting else 'more than one'} input file",
-                hint=f"inputs: {', '.join(path.name for path in paths[:8])}",
-            )
-        given[fitting[0]] = rank
-    return given
 
 
 # --- first pass ---------------------------------------------------------------------------
@@ -411,7 +350,7 @@ def _repairs(counts: Counter[str]) -> dict[str, int]:
         for name, number in sorted(counts.items())
         if number
         and name not in (*_INFORMATIVE, *_UNUSED)
-        and not name.startswith((*_INFORMATIVE_PREFIX, *_UNUSED_PREFIX))
+        and not name.startswith(_INFORMATIVE_PREFIX)
     }
 
 
@@ -444,18 +383,3 @@ def _report(
         edges=strip("edge-"),
         repairs=repairs,
     )
-
-
-def describe(report: ConvertReport) -> list[str]:
-    """The report as lines for a person."""
-    lines = [
-        f"{len(report.ranks)} of {report.world_size} ranks",
-        f"{report.nodes} nodes from {report.events} events, {report.groups} process groups",
-        f"steps: {format_ranks(report.steps)}",
-        "matched "
-        + (", ".join(f"{number} {name}" for name, number in report.matched.items()) or "nothing"),
-    ]
-    if report.missing_ranks:
-        lines.append(f"missing ranks: {format_ranks(report.missing_ranks)}")
-    lines += [f"{name}: {number}" for name, number in report.repairs.items()]
-    return lines

@@ -414,7 +414,8 @@ def test_chakra_71_several_process_groups(tmp_path: Path) -> None:
 def test_chakra_167_overlays_of_other_tools_are_skipped(tmp_path: Path) -> None:
     flow = {"ph": "s", "cat": "critical_path", "name": "e", "id": 1, "pid": 1, "tid": 7, "ts": 5}
     with_flows = document(gemm(0, 5, 10, 1), [flow, {**flow, "ph": "f"}], gemm(2, 20, 10, 2))
-    trace, _ = run(tmp_path, write_files(tmp_path / "in", with_flows), grain="kernel")
+    trace, report = run(tmp_path, write_files(tmp_path / "in", with_flows), grain="kernel")
+    assert report.repairs == {}
     plain = document(gemm(0, 5, 10, 1), gemm(2, 20, 10, 2))
     other, _ = run(tmp_path, write_files(tmp_path / "in", plain), grain="kernel")
     assert trace.nodes.collect().equals(other.nodes.collect())

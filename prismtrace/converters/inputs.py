@@ -1,0 +1,83 @@
+"""Which files a conversion reads, and the ranks that the user gave them."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from prismtrace.errors import InputFileError, RankError
+
+__all__ = ["PathLike", "expand_inputs", "given_ranks"]
+
+PathLike = str | os.PathLike[str]
+
+
+def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
+    """Files, folders (their ``.json``/``.json.gz`` files) and glob patterns as a list of files.
+
+    Raises:
+        InputFileError: a path does not exist or a folder holds no trace.
+    """
+    given = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
+    paths: list[Path] = []
+    for item in given:
+        try:
+            paths += _expand(item)
+        except OSError as error:
+            raise InputFileError(
+                f"cannot be read: {error.strerror}", where=str(item), hint="check its permissions"
+            ) from error
+    if not paths:
+        raise InputFileError("no input file was given", hint="name at least one trace")
+    for path in paths:
+        if not path.is_file():
+            raise InputFileError("no such file", where=str(path), hint="check the path")
+    seen: set[Path] = set()
+    for path in paths:
+        if path.resolve() in seen:
+            raise RankError("the file is given twice", where=str(path), hint="name it once")
+        seen.add(path.resolve())
+    return paths
+
+
+def _expand(item: PathLike) -> list[Path]:
+    path = Path(item)
+    if path.is_dir():
+        found = sorted(p for p in path.iterdir() if p.name.endswith((".json", ".json.gz")))
+        if not found:
+            raise InputFileError(
+                "the folder holds no trace (.json or .json.gz)",
+                where=str(path),
+                hint="name the folder or the files that the profiler wrote",
+            )
+        return found
+    if path.exists() or not glob.has_magic(str(item)):
+        return [path]
+    found = sorted(Path(name) for name in glob.glob(str(item), recursive=True))
+    if not found:
+        raise InputFileError(
+            "no file matches the pattern",
+            where=str(item),
+            hint="check the path, and quote patterns",
+        )
+    return found
+
+
+def given_ranks(paths: Sequence[Path], ranks: Mapping[str, int]) -> dict[Path, int]:
+    """Ranks by path, from ranks by file name or path.
+
+    Raises:
+        RankError: a name is that of no input or of several.
+    """
+    given: dict[Path, int] = {}
+    for key, rank in ranks.items():
+        fitting = [path for path in paths if key in (path.name, str(path))]
+        if len(fitting) != 1:
+            raise RankError(
+                f"--rank {key}={rank} names {'no' if not fitting else 'more than one'} input file",
+                hint=f"inputs: {', '.join(path.name for path in paths[:8])}",
+            )
+        given[fitting[0]] = rank
+    return given
