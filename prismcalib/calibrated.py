@@ -165,13 +165,17 @@ class Calibrated:
 
     def _block(self, piece: Piece, ranks: list[int], names: list[str]) -> pl.DataFrame:
         stored = piece.nodes.collect_schema().names()
-        needed = set(names) & set(stored)
-        # Computed columns need these; everything else is read only if wanted.
-        needed |= {"rank", "index"}
-        if set(names) & {*_OBSERVED.values(), *_OBSERVED}:
+        own = set(self._makers(slice(0, 0), pl.DataFrame(), piece))
+        needed = set(names) & set(stored) - own
+        # What computed columns are made from.
+        if set(names) & set(_OBSERVED.values()) and not piece.own:
             needed |= set(_OBSERVED)
-        if self.chained or set(names) & {"lag_ns", "deps"}:
-            needed |= {"deps", "step", "lag_ns"}
+        if self.chained and "deps" in names:
+            needed |= {"rank", "step", "deps", "lag_ns"}
+        if "lag_ns" in names and self.graph.dep_lag_ns is not None:
+            needed |= {"deps", *(("rank", "step", "lag_ns") if self.chained else ())}
+        # Something to count rows by; rank and index are the cheapest, and tell the order.
+        needed |= {"rank", "index"}
         if piece.rename:
             needed |= {"id", "group", "peer", "kind"}
         table = piece.read(ranks, [name for name in stored if name in needed])
@@ -180,7 +184,8 @@ class Calibrated:
         if self.chained:
             table, _ = chain_steps(table)
         first = self.assembly.base[ranks[0]]
-        computed = self._computed(slice(first, first + table.height), table, piece, set(names))
+        makers = self._makers(slice(first, first + table.height), table, piece)
+        computed = [make().alias(name) for name, make in makers.items() if name in names]
         table = table.with_columns(computed)
         absent = [
             pl.lit(None, self.schema[name]).alias(name)
@@ -199,9 +204,10 @@ class Calibrated:
             )
         )
 
-    def _computed(
-        self, part: slice, table: pl.DataFrame, piece: Piece, wanted: set[str]
-    ) -> list[pl.Series]:
+    def _makers(
+        self, part: slice, table: pl.DataFrame, piece: Piece
+    ) -> dict[str, Callable[[], pl.Series]]:
+        """How to make each computed column of some rows; `table` holds stored columns of them."""
         start, end = self.timing.start_ns[part], self.timing.end_ns[part]
         synced = pl.Series(self.synced[part])
         transfer = self.graph.duration_ns[part]
@@ -230,7 +236,7 @@ class Calibrated:
                 )
             elif not piece.own:
                 makers[kept] = lambda name=name: table[name]  # type: ignore[misc]
-        return [make().alias(name) for name, make in makers.items() if name in wanted]
+        return makers
 
     def _sources(self, part: slice) -> pl.Series:
         codes = self.assembly.source[part]
@@ -243,7 +249,6 @@ class Calibrated:
         lags = self.graph.dep_lag_ns
         if lags is None:
             return pl.Series([None], dtype=pl.List(pl.Int64)).new_from_index(0, table.height)
-        # Of the assembly, not of the graph: wait rules change the latter.
         offsets = self.graph.dep_offsets[part.start : part.stop + 1]
         values = lags[offsets[0] : offsets[-1]]
         counts = np.diff(offsets)
@@ -252,6 +257,8 @@ class Calibrated:
         deps = table["deps"]
         same = np.array_equal(list_lengths(deps), counts)
         lists = lists_like(deps, values) if same else lists_of(counts, values)
+        if lagged.all():
+            return lists
         empty = pl.Series([None], dtype=pl.List(pl.Int64)).new_from_index(0, len(lists))
         return lists.zip_with(pl.Series(lagged), empty)
 
@@ -296,9 +303,9 @@ def _ordered(table: pl.DataFrame) -> bool:
     return bool(later.all())
 
 
+# Without wait_ns, the difference of dur_ns and transfer_ns: reading adds it.
 _COMPUTED = (
-    "start_ns", "dur_ns", "transfer_ns", "transfer_source", "wait_ns", "slack_ns", "critical",
-    "lag_ns",
+    "start_ns", "dur_ns", "transfer_ns", "transfer_source", "slack_ns", "critical", "lag_ns",
 )  # fmt: skip
 
 

@@ -407,7 +407,9 @@ def _join_beside(
             [name for name in found if name in kept], strict=False
         )
         parts.append(chosen)
-    return pl.concat([pl.concat(parts, how="diagonal"), frame], how="horizontal")
+    joined = pl.concat([pl.concat(parts, how="diagonal"), frame], how="horizontal")
+    # The difference of two columns takes less time to make than to store.
+    return joined.with_columns(wait_ns=pl.col("dur_ns") - pl.col("transfer_ns"))
 
 
 def conform(
