@@ -23,6 +23,7 @@ from prismcalib.operations import CLASS_COLUMNS, operations
 from prismcalib.paths import calibrated_trace
 from prismcalib.prediction import predict
 from prismcalib.propagation import propagate, propagate_batch
+from prismcalib.steps import StepModel
 from prismtrace.trace import Trace
 
 __all__ = ["Comparison", "compare"]
@@ -217,16 +218,15 @@ class _Model:
     """The first run, ready to be propagated with other durations."""
 
     graph: Graph
-    steps: Int32Array
+    steps: StepModel
     order: Int32Array
     baseline: float
 
     @classmethod
     def of(cls, trace: Trace) -> _Model:
-        graph, rows = graph_from_trace(trace)
-        steps = rows["step"].rank("dense").cast(pl.Int32).fill_null(0).to_numpy() - 1
-        model = cls(graph, steps, propagate(graph).order, 0.0)
-        return replace(model, baseline=model.step_times([graph.duration_ns])[0])
+        steps = StepModel.of(*graph_from_trace(trace))
+        model = cls(steps.graph, steps, propagate(steps.graph).order, 0.0)
+        return replace(model, baseline=model.step_times([steps.graph.duration_ns])[0])
 
     def step_times(self, columns: list[Int64Array], lags: Int64Array | None = None) -> list[float]:
         """Median step time for each set of durations."""
@@ -234,11 +234,10 @@ class _Model:
             self.graph,
             np.stack(columns, axis=1),
             lag_ns=lags,
-            steps=self.steps,
+            steps=self.steps.number,
             order=self.order,
         )
-        times = batch.step_ns if batch.step_ns.shape[1] else batch.makespan_ns[:, None]
-        return [float(median) for median in np.median(times, axis=1)]
+        return [float(median) for median in np.median(self.steps.durations(batch), axis=1)]
 
     def effect_of_classes(self, scaled: Int64Array) -> int:
         """Change of the step time if all rows take these times."""

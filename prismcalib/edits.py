@@ -54,6 +54,8 @@ class Draft:
         graph: structure and lags; replaced when an edit changes them.
         duration_ns: int64[n], writable.
         edited: bool[n], rows that some edit applied to.
+        apart: whether steps are laid side by side (`prismcalib.steps`), so that releases are
+            idle time from the begin of their step.
         same_order: whether an order of completion of the unedited graph is still one.
     """
 
@@ -61,12 +63,13 @@ class Draft:
     graph: Graph
     duration_ns: Int64Array
     edited: NDArray[np.bool_]
+    apart: bool = False
     same_order: bool = True
 
     @classmethod
-    def of(cls, picker: RowPicker, graph: Graph) -> Draft:
+    def of(cls, picker: RowPicker, graph: Graph, *, apart: bool = False) -> Draft:
         """Nothing edited yet."""
-        return cls(picker, graph, graph.duration_ns.copy(), np.zeros(graph.rows, np.bool_))
+        return cls(picker, graph, graph.duration_ns.copy(), np.zeros(graph.rows, np.bool_), apart)
 
     def pick(self, where: Predicate) -> NDArray[np.bool_]:
         """Rows of a predicate, marked as edited."""
@@ -104,7 +107,11 @@ class SetDuration:
 
 @dataclass(frozen=True)
 class ScaleGaps:
-    """Multiply the idle time before rows (launch gaps, host delays) by a factor >= 0."""
+    """Multiply the idle time before rows (launch gaps, host delays) by a factor >= 0.
+
+    Rows that depend on nothing keep the time they were recorded at, except in traces of
+    separate steps, where the idle time from the begin of the step is scaled.
+    """
 
     where: Predicate
     by: float
@@ -254,12 +261,15 @@ def _times(values: Int64Array, factor: float) -> Int64Array:
 
 def _scale_lags(draft: Draft, picked: NDArray[np.bool_], factor: float) -> None:
     graph = draft.graph
-    if graph.dep_lag_ns is None:
-        return
-    owned = np.repeat(picked, np.diff(graph.dep_offsets))
-    lags = graph.dep_lag_ns.copy()
-    lags[owned] = _times(lags[owned], factor)
-    draft.graph = replace(graph, dep_lag_ns=lags)
+    lags, release = graph.dep_lag_ns, graph.release_ns
+    if lags is not None:
+        owned = np.repeat(picked, np.diff(graph.dep_offsets))
+        lags = lags.copy()
+        lags[owned] = _times(lags[owned], factor)
+    if draft.apart and release is not None:
+        release = release.copy()
+        release[picked] = _times(release[picked], factor)
+    draft.graph = replace(graph, dep_lag_ns=lags, release_ns=release)
 
 
 def _leave_instances(graph: Graph, picked: NDArray[np.bool_]) -> Graph:

@@ -266,18 +266,22 @@ def critical_steps(graph: Graph, timing: Timing, engine: Engine = "auto") -> lis
 
 
 def critical_arrays(
-    graph: Graph, timing: Timing, engine: Engine = "auto"
+    graph: Graph, timing: Timing, engine: Engine = "auto", last_row: int | None = None
 ) -> tuple[Int32Array, Int32Array]:
-    """The k pairs of `critical_steps` as two arrays int32[k]: rows reached, rows left by."""
+    """The k pairs of `critical_steps` as two arrays int32[k]: rows reached, rows left by.
+
+    `last_row`: the row to end at, instead of the one that ends last.
+    """
     if not graph.rows:
         return np.empty(0, np.int32), np.empty(0, np.int32)
     if (pick_engine(graph.rows) if engine == "auto" else engine) == "array":
         from prismcalib import replay_engine
 
-        return replay_engine.walk(graph, timing.start_ns, timing.end_ns, timing.duration_ns)
+        times = (timing.start_ns, timing.end_ns, timing.duration_ns)
+        return replay_engine.walk(graph, *times, last_row)
     start, end, ready = timing.start_ns, timing.end_ns, timing.ready_ns
     last_arrival = _last_arrivals(graph, timing)
-    row = int(end.argmax())
+    row = int(end.argmax()) if last_row is None else last_row
     reached: list[int] = []
     left_by: list[int] = []
     while True:

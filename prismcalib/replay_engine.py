@@ -74,7 +74,11 @@ def replay(
 
 
 def walk(
-    graph: Graph, start: Int64Array, end: Int64Array, duration: Int64Array
+    graph: Graph,
+    start: Int64Array,
+    end: Int64Array,
+    duration: Int64Array,
+    last_row: int | None = None,
 ) -> tuple[Int32Array, Int32Array]:
     """One longest path, see `prismcalib.propagation.critical_arrays`; n >= 1."""
     # No row is reached twice.
@@ -90,6 +94,7 @@ def walk(
         NO_ROWS if graph.wait_rows is None else graph.wait_rows,
         read_only(np.ascontiguousarray(start)),
         read_only(np.ascontiguousarray(end)),
+        -1 if last_row is None else last_row,
         steps,
     )
     reached, left_by = steps[:, :count][:, ::-1].copy()
@@ -196,9 +201,13 @@ def _walk(
     wait_rows: Int32Array,
     start: Int64Array,
     end: Int64Array,
+    last_row: int,
     steps: Int32Array,
 ) -> int:
-    """Fill steps with pairs (row reached, row left by) from the end; returns how many."""
+    """Fill steps with pairs (row reached, row left by) from the end; returns how many.
+
+    The end is `last_row`, or the lowest of the rows that end last if that is -1.
+    """
     rows = len(start)
     last_arrival = np.zeros(instances, np.int32)
     row = rows - 1
@@ -209,6 +218,7 @@ def _walk(
         if instance[candidate] >= 0 and start[candidate] == end[candidate] - duration[candidate]:
             last_arrival[instance[candidate]] = candidate
     count = 0
+    row = row if last_row < 0 else last_row
     while row >= 0:
         steps[1, count] = row
         ready = end[row] - duration[row]

@@ -21,8 +21,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from prismcalib.errors import CalibError
-from prismcalib.graph import Graph, Int32Array, Int64Array
+from prismcalib.graph import Graph, Int64Array
 from prismcalib.propagation import Engine, pick_engine, propagate, propagate_batch
+from prismcalib.steps import StepModel
 
 __all__ = ["Quantile", "StepSpread", "resample_steps", "why_not_resampled"]
 
@@ -53,7 +54,7 @@ class StepSpread:
         observed_steps: steps that draws choose from.
         draws: windows propagated for the quantiles, and as many again for the intervals.
         simulated_steps: steps in them, the first of each window left out if there are three or
-            more: it does not follow a step.
+            more that are chained: it does not follow a step.
         quantiles: p5, p50, p95.
     """
 
@@ -123,12 +124,13 @@ def resample_steps(
     if obstacle:
         raise CalibError(obstacle)
     pool = _StepPool.of(rows)
+    model = StepModel.of(graph, rows)
     draws = max(min(draws, _MOST_ROWS // (2 * graph.rows)), min(draws, _FEWEST_DRAWS))
     chosen: Engine = pick_engine(graph.rows, 2 * draws) if engine == "auto" else engine
     random = np.random.default_rng(seed)
     shape = (draws, pool.ranks, pool.steps)
     free = random.integers(0, pool.steps, shape)
-    found = _step_times(graph, pool, free, chosen)
+    found = _step_times(model, pool, free, chosen)
 
     # Every replicate draws from its own selection of the observed steps.
     replicates = min(25, draws)
@@ -136,7 +138,7 @@ def resample_steps(
     selection = random.integers(0, pool.steps, (replicates, pool.steps))
     picks = random.integers(0, pool.steps, (replicates, per, pool.ranks, pool.steps))
     limited = selection[np.arange(replicates)[:, None, None, None], picks]
-    again = _step_times(graph, pool, limited.reshape(-1, pool.ranks, pool.steps), chosen)
+    again = _step_times(model, pool, limited.reshape(-1, pool.ranks, pool.steps), chosen)
     again = again.reshape(replicates, -1)
     tails = ((1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2)
     quantiles = []
@@ -155,7 +157,6 @@ class _StepPool:
 
     Attributes:
         ranks, steps: R and S.
-        step: int32[n], step number of every row, -1: none.
         movable: int64[m], rows that belong to a step, by rank, step and place.
         rank_of, step_of: int64[m], rank and step number of these rows.
         first: int64[m], position in `movable` of the row's counterpart in the rank's first step.
@@ -164,7 +165,6 @@ class _StepPool:
 
     ranks: int
     steps: int
-    step: Int32Array
     movable: Int64Array
     rank_of: Int64Array
     step_of: Int64Array
@@ -187,7 +187,6 @@ class _StepPool:
         return cls(
             ranks=ranks,
             steps=steps,
-            step=table["step"].fill_null(-1).cast(pl.Int32).to_numpy(),
             movable=ordered["row"].to_numpy(),
             rank_of=rank_of,
             step_of=ordered["step"].to_numpy(),
@@ -202,18 +201,19 @@ class _StepPool:
 
 
 def _step_times(
-    graph: Graph, pool: _StepPool, choices: NDArray[np.int64], engine: Engine
+    model: StepModel, pool: _StepPool, choices: NDArray[np.int64], engine: Engine
 ) -> NDArray[np.int64]:
     """Step times of all draws, int64[draws, S or S - 1]."""
+    graph = model.graph
     order = propagate(graph, engine).order
     parts = []
     for durations, lags in _draws(graph, pool, choices):
         batch = propagate_batch(
-            graph, durations, lag_ns=lags, steps=pool.step, order=order, engine=engine
+            graph, durations, lag_ns=lags, steps=model.number, order=order, engine=engine
         )
-        parts.append(batch.step_ns)
+        parts.append(model.durations(batch))
     times = np.concatenate(parts)
-    return times[:, 1:] if pool.steps > 2 else times
+    return times[:, 1:] if pool.steps > 2 and not model.apart else times
 
 
 def _draws(

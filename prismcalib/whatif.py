@@ -34,6 +34,7 @@ from prismcalib.propagation import (
     propagate,
     propagate_batch,
 )
+from prismcalib.steps import StepModel
 from prismcalib.waiting import WaitRules, waiting_rows
 from prismtrace.schema import TraceHeader
 from prismtrace.trace import Trace
@@ -55,7 +56,8 @@ class Scenario:
         name: what the caller calls it.
         edited: how many rows its edits apply to.
         steps_ns: duration of every step, int64[S]; of the whole window if there are no steps.
-        length_ns: last end minus first start over all ranks.
+        length_ns: last end minus first start over all ranks; of the step that the critical path
+            goes through, if nothing connects the steps (see `prismcalib.steps`).
         delta_ns: its step time minus that of the baseline; negative is faster.
     """
 
@@ -132,11 +134,12 @@ def what_if(
         raise ScenarioError("no scenario was given")
     trace = calibrated_trace(source)
     model = _Model.of(trace, engine, len(named))
-    baseline = model.run(model.base, [Draft.of(model.picker, model.base)])[0]
-    graph = model.base
+    baseline = model.run(model.steps.graph, [model.draft(model.steps.graph)])[0]
+    graph = model.steps.graph
     if rules:
-        graph = graph_from_trace(trace, rules=WaitRules.of(trace.header).joined_with(rules))[0]
-    drafts = [_draft(model.picker, graph, name, listed) for name, listed in named.items()]
+        loose = WaitRules.of(trace.header).joined_with(rules)
+        graph = StepModel.of(*graph_from_trace(trace, rules=loose)).graph
+    drafts = [_edited(model.draft(graph), name, listed) for name, listed in named.items()]
     runs = model.run(graph, drafts)
 
     def scenario(name: str, draft_edited: int, run: _Run) -> Scenario:
@@ -152,8 +155,7 @@ def what_if(
     )
 
 
-def _draft(picker: RowPicker, graph: Graph, name: str, edits: Sequence[Edit]) -> Draft:
-    draft = Draft.of(picker, graph)
+def _edited(draft: Draft, name: str, edits: Sequence[Edit]) -> Draft:
     for edit in edits:
         try:
             edit.apply(draft)
@@ -203,16 +205,18 @@ class _Model:
     """A trace ready to be propagated again and again."""
 
     picker: RowPicker
-    base: Graph
-    steps: Int32Array
+    steps: StepModel
     engine: Engine
 
     @classmethod
     def of(cls, trace: Trace, engine: Engine, scenarios: int) -> _Model:
         graph, rows = graph_from_trace(trace)
-        steps = rows["step"].rank("dense").cast(pl.Int32).fill_null(0) - 1
         chosen = pick_engine(graph.rows, scenarios + 1) if engine == "auto" else engine
-        return cls(RowPicker(rows, trace.header), graph, steps.to_numpy(), chosen)
+        return cls(RowPicker(rows, trace.header), StepModel.of(graph, rows), chosen)
+
+    def draft(self, graph: Graph) -> Draft:
+        """Nothing edited yet."""
+        return Draft.of(self.picker, graph, apart=self.steps.apart)
 
     def run(self, graph: Graph, drafts: Sequence[Draft]) -> list[_Run]:
         """Propagate all drafts, those with the structure and lags of `graph` together."""
@@ -237,7 +241,7 @@ class _Model:
 
     def _batch(self, graph: Graph, durations: Int64Array, order: Int32Array | None) -> BatchTiming:
         return propagate_batch(
-            graph, durations, steps=self.steps, order=order, times=True, engine=self.engine
+            graph, durations, steps=self.steps.number, order=order, times=True, engine=self.engine
         )
 
     def _run(self, graph: Graph, draft: Draft, batch: BatchTiming, column: int) -> _Run:
@@ -249,11 +253,16 @@ class _Model:
             duration_ns=draft.duration_ns,
             order=np.empty(0, np.int32),
         )
-        length = int(batch.makespan_ns[column])
-        steps = batch.step_ns[column]
-        reached, left = critical_arrays(graph, timing, self.engine)
+        length, last = int(batch.makespan_ns[column]), None
+        steps = self.steps.durations(batch)[column]
+        if self.steps.apart:
+            # The path of one step, a typical one; of all together it would be the longest one's.
+            typical = int(np.argsort(steps, kind="stable")[(len(steps) - 1) // 2])
+            rows = np.flatnonzero(self.steps.number == typical)
+            last, length = int(rows[timing.end_ns[rows].argmax()]), int(steps[typical])
+        reached, left = critical_arrays(graph, timing, self.engine, last)
         return _Run(
-            steps_ns=steps if len(steps) else np.array([length]),
+            steps_ns=steps,
             length_ns=length,
             path=_PathRows(
                 self.picker.rows,
