@@ -128,8 +128,11 @@ def serve() -> None:
             return
         except Exception as error:  # noqa: BLE001 - handed to the caller
             answer = (False, _portable(error))
-        pickle.dump(answer, sink)
-        sink.flush()
+        try:
+            pickle.dump(answer, sink)
+            sink.flush()
+        except BrokenPipeError:
+            return  # the parent was killed
 
 
 def _portable(error: Exception) -> Exception:
