@@ -9,6 +9,8 @@ CalibError
 ├── PredicateError        a condition on rows that cannot be read, or fits no row
 ├── ScenarioError         edits of a what-if that make no sense
 ├── ComparisonError       two traces that cannot be compared
+├── CommLogError          measured times of communications that cannot be read or used
+├── CoarsenError          a trace that cannot be made coarser in the way asked for
 └── MergeInputError       slices that do not belong to one job
 """
 
@@ -19,6 +21,8 @@ from prismtrace.errors import PrismError
 __all__ = [
     "CalibError",
     "ClockError",
+    "CoarsenError",
+    "CommLogError",
     "ComparisonError",
     "CoverageError",
     "CycleError",
@@ -127,6 +131,18 @@ class ComparisonError(CalibError):
     """Two traces cannot be compared: no times, or nothing in common."""
 
     code = "not-comparable"
+
+
+class CommLogError(CalibError):
+    """A log or table of communication times is broken, ambiguous or contradicts itself."""
+
+    code = "comm-log"
+
+
+class CoarsenError(CalibError):
+    """A trace cannot be made coarser: it has no common timeline yet, or is a part of a job."""
+
+    code = "coarsen"
 
 
 class MergeInputError(CalibError):
