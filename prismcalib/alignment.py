@@ -158,7 +158,12 @@ def align_clocks(
         end_spread_after=Spread.of(after),
         inconsistent=int(inconsistent.sum()),
     )
-    worst = _worst_group(rows, header, compared[used], instance[used], after, max_residual_ns)
+    # Ends that lie apart on one clock are late events, not a wrong clock.
+    worst = (
+        _worst_group(rows, header, compared[used], instance[used], after, max_residual_ns)
+        if len(domains) > 1
+        else None
+    )
     _refuse(report, inconsistent, graph, symmetric, max_residual_ns, worst)
     origin = int(aligned.min())
     return Alignment(
@@ -259,17 +264,19 @@ def _refuse(
     max_residual_ns: int,
     worst: str | None,
 ) -> None:
+    several = len(report.domains) > 1
     other = "--clock align" if report.mode == "keep" else "--clock keep"
     spread = report.end_spread_after
-    if spread is not None and spread.median_ns > max_residual_ns:
+    if several and spread is not None and spread.median_ns > max_residual_ns:
         worst = f"{spread.median_ns / 1e6:.3f} ms apart (median of {report.operations})"
     if worst is not None:
         raise ClockError(
             f"ends of the same operation lie {worst}, more than the "
             f"{max_residual_ns / 1e6:.3f} ms allowed",
             where=f"clock={report.mode}",
-            hint="operations may be matched wrongly, or ranks of different runs mixed; try "
-            f"{other}, or accept it with --max-residual",
+            hint="operations may be matched wrongly, or ranks of different runs mixed; "
+            + ("estimate the clocks with --clock align, or " if report.mode == "keep" else "")
+            + f"accept it with --max-residual {_round_up(spread, max_residual_ns)}",
         )
     share = report.inconsistent / max(len(inconsistent), 1)
     if share > _MOST_INCONSISTENT:
@@ -280,6 +287,12 @@ def _refuse(
             f"{report.inconsistent} of {len(inconsistent)} collectives have a member that ended "
             "before another started, which cannot be",
             where=f"first: {graph.label(row)}",
-            hint="operations are matched wrongly, ranks of different runs are mixed, or the "
-            f"clocks are wrong: try {other}",
+            hint="operations are matched wrongly, or ranks of different runs are mixed"
+            + (f"; if the clocks are wrong, try {other}" if several else ""),
         )
+
+
+def _round_up(spread: Spread | None, limit_ns: int) -> str:
+    """A limit that the data would pass, in milliseconds."""
+    worst = limit_ns if spread is None else max(spread.max_ns, limit_ns)
+    return f"{-(-worst // 1_000_000)}ms"

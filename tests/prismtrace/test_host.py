@@ -98,3 +98,37 @@ def test_spans_without_a_call_and_unknown_spans(tmp_path: Path) -> None:
     _, report = run(tmp_path, write_files(tmp_path / "in", document(events)))
     assert report.repairs["gloo-without-call"] == 2
     assert report.repairs["unknown-gloo-operation"] == 1
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_two_threads_may_start_works_out_of_order(tmp_path: Path, numbered: bool) -> None:
+    """The calls tell the order of works: by record-function id, else by size."""
+
+    def rank_events(first: float, second: float) -> list[dict[str, Any]]:
+        found = [operator("aten::mm", 0, 50)]
+        works = ((60, 4, first, WORKER, 5), (65, 8, second, WORKER + 1, 7))
+        for ts, elements, start, tid, rf_id in works:
+            call = {"Input Dims": [[[elements]], []], "Input type": ["TensorList", ""]}
+            work = {"Input Dims": [[elements]], "Input type": ["float"]}
+            ids = [{"Record function id": rf_id + k if numbered else 0} for k in range(2)]
+            found.append(operator("c10d::allreduce_", ts, 3, **call, **ids[0]))
+            found.append(
+                event(
+                    "user_annotation", "gloo:all_reduce", start, 300 - start, tid, **work, **ids[1]
+                )
+            )
+        return [*found, operator("aten::add", 310, 10)]
+
+    files = write_files(
+        tmp_path / "in",
+        document(rank_events(70, 72), rank=0, world_size=2),
+        document(rank_events(72, 70), rank=1, world_size=2),
+    )
+    trace, _ = run(tmp_path, files)
+    matched = trace.collect().drop_nulls("seq").sort("rank", "seq")
+    assert matched.select("rank", "seq", "bytes").rows() == [
+        (0, 0, 16),
+        (0, 1, 32),
+        (1, 0, 16),
+        (1, 1, 32),
+    ]

@@ -23,7 +23,7 @@ from prismtrace.converters.kineto.names import (
 )
 from prismtrace.schema import DType, Kind, ReduceOp
 
-__all__ = ["CommOp", "describe_gloo", "describe_record", "is_wait"]
+__all__ = ["CommOp", "describe_gloo", "describe_record", "is_wait", "shape_elements"]
 
 Row = Mapping[str, Any]
 
@@ -124,7 +124,7 @@ def _describe(
     )
     elements = _elements(kind, row)
     if elements is None and note_row is not None:
-        elements = _shape_elements(note_row)
+        elements = shape_elements(note_row)
     concrete = row.get("concrete_inputs") or []
     peer = row.get("dst_rank") if kind is Kind.SEND else row.get("src_rank")
     return CommOp(
@@ -164,10 +164,10 @@ def _elements(kind: Kind, row: Row) -> int | None:
         return int(received)
     if sent is not None:
         return int(sent)
-    return _shape_elements(row)
+    return shape_elements(row)
 
 
-def _shape_elements(row: Row) -> int | None:
+def shape_elements(row: Row) -> int | None:
     """Elements of the first tensor (list) in "Input Dims"."""
     dims = _json(row.get("input_dims"))
     if not dims or (not dims[0] and _typed(row) is None):
@@ -212,7 +212,7 @@ def describe_gloo(name: str, span: Row, launch: Row | None) -> CommOp | None:
     if kind is None:
         return None
     dtype = _typed(span) or _typed(launch or {})
-    elements = _shape_elements(span)
+    elements = shape_elements(span)
     concrete = (launch or {}).get("concrete_inputs") or []
     return CommOp(
         kind=kind,

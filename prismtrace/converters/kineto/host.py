@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
 
 import polars as pl
 
-from prismtrace.converters.kineto.carried import CommOp, describe_gloo
+from prismtrace.converters.kineto.carried import CommOp, describe_gloo, shape_elements
 from prismtrace.converters.kineto.issued import IssuedOps
 from prismtrace.converters.kineto.names import collective_kind
 from prismtrace.converters.kineto.reader import KinetoFile
@@ -133,55 +136,82 @@ def _communications(file: KinetoFile, counts: Counter[str]) -> list[_Communicati
         .select("row", "tid", name, "start_ns", "dur_ns", "rf_id")
         .sort("start_ns", "row")
     )
-    calls = _Calls(file)
+    calls = _Calls(file, described)
     found: list[_Communication] = []
     for row, tid, text, start, duration, rf_id in spans.iter_rows():
-        call_row, issue_ns, issuer = calls.of(text, start, rf_id) or (None, start, tid)
-        if call_row is None:
+        call = calls.of(text, start, rf_id, described.get(row, {}))
+        if call is None:
             counts["gloo-without-call"] += 1
         comm = describe_gloo(
-            text, described.get(row, {}), {} if call_row is None else described.get(call_row)
+            text, described.get(row, {}), None if call is None else described.get(call.row)
         )
         if comm is None:
             counts["unknown-gloo-operation"] += 1
             continue
+        issue_ns, issuer = (start, tid) if call is None else (call.start_ns, call.tid)
         found.append(
             _Communication(row, text, comm, tid, start, start + duration, issue_ns, issuer)
         )
     return found
 
 
+@dataclass(frozen=True)
+class _Call:
+    row: int
+    start_ns: int
+    tid: int
+    rf_id: int
+    elements: int | None
+
+
 class _Calls:
     """The `c10d::…` call that issued a gloo operation.
 
-    Both carry consecutive record-function ids where those are recorded; otherwise the k-th
-    span of a kind belongs to the k-th call of that kind (gloo works in order).
+    A work's record-function id is drawn right after that of its call: it belongs to the latest
+    call of its kind with a lower id. Where ids are not recorded it belongs to the first call of
+    its kind and size that is left; gloo's threads start works nearly in order.
     """
 
-    def __init__(self, file: KinetoFile) -> None:
+    def __init__(self, file: KinetoFile, described: Mapping[int, Mapping[str, Any]]) -> None:
         name = pl.col("name")
         calls = (
             file.events.filter(name.str.starts_with("c10d::"))
             .select("row", name, "start_ns", "tid", "rf_id")
             .sort("start_ns", "row")
         )
-        self._by_id: dict[int, tuple[int, int, int]] = {}
-        self._queue: dict[Kind, list[tuple[int, int, int]]] = {}
+        self._waiting: dict[Kind, list[_Call]] = {}
+        """Calls without a span yet, by start."""
+        self._numbered: dict[Kind, list[_Call]] = {}
+        """Calls with a record-function id, by id."""
         for row, text, start, tid, rf_id in calls.iter_rows():
-            if rf_id:
-                self._by_id[rf_id] = (row, start, tid)
             kind = collective_kind(text)
             if kind is not None:
-                self._queue.setdefault(kind, []).append((row, start, tid))
+                call = _Call(row, start, tid, rf_id or 0, shape_elements(described.get(row, {})))
+                self._waiting.setdefault(kind, []).append(call)
+                if call.rf_id:
+                    self._numbered.setdefault(kind, []).append(call)
+        for numbered in self._numbered.values():
+            numbered.sort(key=lambda call: call.rf_id)
 
-    def of(self, name: str, start_ns: int, rf_id: int | None) -> tuple[int, int, int] | None:
-        """(row, start, thread) of the call, or null."""
-        if rf_id and rf_id - 1 in self._by_id:
-            return self._by_id[rf_id - 1]
-        queue = self._queue.get(collective_kind(name) or Kind.OTHER_COMM, [])
-        if queue and queue[0][1] <= start_ns:
-            return queue.pop(0)
-        return None
+    def of(
+        self, name: str, start_ns: int, rf_id: int | None, span: Mapping[str, Any]
+    ) -> _Call | None:
+        """The call behind a span, or null when it was made before the recording."""
+        kind = collective_kind(name) or Kind.OTHER_COMM
+        waiting = self._waiting.get(kind, [])
+        if rf_id:
+            numbered = self._numbered.get(kind, [])
+            at = bisect_left(numbered, rf_id, key=lambda call: call.rf_id)
+            found = numbered[at - 1] if at else None
+        else:
+            free = list(takewhile(lambda call: call.start_ns <= start_ns, waiting))
+            elements = shape_elements(span)
+            found = next((call for call in free if call.elements == elements), None)
+            found = found or next(iter(free), None)
+        if found is None or found not in waiting:
+            return None
+        waiting.remove(found)
+        return found
 
 
 def _link(ops: IssuedOps, counts: Counter[str]) -> None:
