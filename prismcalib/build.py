@@ -14,6 +14,7 @@ import polars as pl
 
 from prismcalib.errors import CoverageError, MergeInputError, MissingMemberError
 from prismcalib.graph import Graph, Int32Array, Int64Array
+from prismcalib.lists import lists_like, lists_of
 from prismcalib.waiting import WaitRules, apply_wait_rules, waiting_rows
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import TraceHeader
@@ -74,7 +75,10 @@ def sorted_rows(trace: Trace) -> pl.DataFrame:
         MergeInputError: there are no rows, or ids are not `rank << 32 | index` with indices
             that count up by one within each rank.
     """
-    rows = trace.nodes.sort("rank", "index", maintain_order=True).collect()
+    rows = trace.nodes.collect()
+    rank, index = rows["rank"].to_numpy(), rows["index"].to_numpy()
+    if not ((rank[1:] > rank[:-1]) | ((rank[1:] == rank[:-1]) & (index[1:] > index[:-1]))).all():
+        rows = rows.sort("rank", "index", maintain_order=True)
     if not rows.height:
         raise MergeInputError(
             "the trace has no rows",
@@ -205,19 +209,19 @@ def require_all_members(graph: Graph, rows: pl.DataFrame, header: TraceHeader) -
     )
 
 
-def lag_column(graph: Graph, lags: Int64Array) -> pl.Series:
-    """Lags of all dependencies, int64[e], as the column `lag_ns`: null where all are 0."""
-    owner = np.repeat(np.arange(graph.rows, dtype=np.int32), np.diff(graph.dep_offsets))
+def lag_column(graph: Graph, lags: Int64Array, deps: pl.Series) -> pl.Series:
+    """Lags of all dependencies, int64[e], as the column `lag_ns`: null where all are 0.
+
+    `deps` is that column of the rows.
+    """
+    counts = np.diff(graph.dep_offsets)
     lagged = np.zeros(graph.rows, np.bool_)
-    lagged[owner[lags != 0]] = True
-    kept = lagged[owner]
-    lists = (
-        pl.DataFrame({"row": owner[kept], "lag_ns": lags[kept]})
-        .group_by("row", maintain_order=True)
-        .agg("lag_ns")
+    lagged[np.repeat(np.arange(graph.rows), counts)[lags != 0]] = True
+    same = np.array_equal(deps.list.len().to_numpy(), counts)
+    lists = lists_like(deps, lags) if same else lists_of(counts, lags)
+    return lists.zip_with(
+        pl.Series(lagged), pl.Series([None], dtype=lists.dtype).new_from_index(0, len(lists))
     )
-    every = pl.DataFrame({"row": np.arange(graph.rows, dtype=np.int32)})
-    return every.join(lists, on="row", how="left", maintain_order="left")["lag_ns"]
 
 
 def _dependencies(rows: pl.DataFrame) -> tuple[Int64Array, Int32Array]:

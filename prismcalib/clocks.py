@@ -30,6 +30,7 @@ __all__ = [
     "group_max",
     "group_median",
     "group_min",
+    "thin_out",
     "worst_group",
 ]
 
@@ -109,7 +110,7 @@ def fit_offsets(
             domains=tuple(np.flatnonzero(~reached).tolist()),
         )
     members = instance[used], domain[used], end_ns[used]
-    offset = _refine(*_thin_out(*members, domains), tree, reference)
+    offset = _refine(*thin_out(*members, domains), tree, reference)
     offset[np.abs(offset) <= _noise(*members, offset)] = 0
     return ClockFit(offset, _uncertainty(*members, offset), used)
 
@@ -227,7 +228,7 @@ def _span(edges: _Edges, domains: int, reference: int) -> tuple[Int64Array, NDAr
     return result, reached
 
 
-def _thin_out(
+def thin_out(
     instance: NDArray[Any], domain: NDArray[Any], end: Int64Array, domains: int
 ) -> tuple[NDArray[Any], NDArray[Any], Int64Array]:
     """Every k-th operation, so that the fit stays quick on long traces."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prismcalib.clocks import group_max, group_median, group_min
+from prismcalib.clocks import group_max, group_median, group_min, thin_out
 from prismcalib.graph import Int64Array
 
 __all__ = ["Drift", "fit_drift"]
@@ -62,6 +62,7 @@ def fit_drift(
     """
     domains = len(offset_ns)
     nothing = Drift.none(domains)
+    instance, domain, end_ns = thin_out(instance, domain, end_ns, domains)
     counts = np.bincount(domain, minlength=domains)
     if not len(end_ns) or counts.min() < _LEAST_OPERATIONS:
         return nothing
@@ -88,12 +89,24 @@ def fit_drift(
         left = group_median(number, aligned)[number] - aligned
         change = (ends(left, late) - ends(left, early)) / np.maximum(span, 1)
         change -= change[reference]
+        if not rate.any():
+            # Most clocks of most jobs: nothing to see, once the line itself is taken away.
+            flat = left - Drift(change, center).shift(domain, end_ns)
+            if not _stands_out(domain, flat, change * window).any():
+                return nothing
         rate += change
         if (np.abs(change) * window).max() < 1:
             break
     aligned = end_ns + offset_ns[domain] + Drift(rate, center).shift(domain, end_ns)
     left = group_median(number, aligned)[number] - aligned
+    rate[~_stands_out(domain, left, rate * window)] = 0
+    return Drift(rate, center)
+
+
+def _stands_out(
+    domain: NDArray[Any], left: Int64Array, effect: NDArray[np.float64]
+) -> NDArray[np.bool_]:
+    """bool[D]: whether an effect, in ns, is larger than what the ends vary anyway."""
     # A constant that is left is the offset's business.
     around = np.abs(left - group_median(domain, left)[domain])
-    rate[np.abs(rate) * window <= 4 * group_median(domain, around)] = 0
-    return Drift(rate, center)
+    return np.abs(effect) > 4 * group_median(domain, around)

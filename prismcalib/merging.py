@@ -434,7 +434,7 @@ def _nodes(
         transfer_ns=of_members(pl.Series(split.graph.duration_ns)),
         transfer_source=of_members(TransferSource.MEASURED.value).cast(source),
         wait_ns=of_members(pl.Series(timing.wait_ns)),
-        lag_ns=lag_column(split.graph, split.lags),
+        lag_ns=lag_column(split.graph, split.lags, rows["deps"]),
         slack_ns=late,
         critical=critical,
     )

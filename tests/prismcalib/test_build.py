@@ -61,7 +61,7 @@ def test_edges_to_other_ranks_and_lags(make_run):
     assert graph.deps(row).tolist() == [row - 1, 0, 1]
     assert graph.lags(row).tolist() == [5, 6, 7]
     assert graph.lags(row - 1).tolist() == [0]
-    column = lag_column(graph, graph.dep_lag_ns)
+    column = lag_column(graph, graph.dep_lag_ns, rows["deps"])
     assert column[row].to_list() == [5, 6, 7]
     assert column.null_count() == graph.rows - 1
 
