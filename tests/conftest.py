@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import stat
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,7 +73,25 @@ def regenerate(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="session")
-def command_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def entry_points(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to import from, in which networkx finds our backend, installed or not."""
+    folder = tmp_path_factory.mktemp("site")
+    if not importlib.metadata.entry_points(group="networkx.backends", name="prismcalib"):
+        project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+        info = folder / "prismllm_backend-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Name: prismllm-backend\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(
+            "\n".join(
+                f"[{group}]\n" + "\n".join(f"{name} = {target}" for name, target in lines.items())
+                for group, lines in project["entry-points"].items()
+            )
+        )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def command_env(tmp_path_factory: pytest.TempPathFactory, entry_points: Path) -> dict[str, str]:
     """An environment in which `prismtrace` and the other commands, and `python`, are ours."""
     folder = tmp_path_factory.mktemp("bin")
     calls = {name: f"-m {name}.cli" for name in ("prismtrace", "prismcalib", "prismreplay")}
@@ -79,7 +99,7 @@ def command_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         script = folder / name
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {call} "$@"\n')
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    path = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(REPO), str(entry_points), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",

@@ -1,10 +1,6 @@
-import importlib.metadata
 import itertools
-import os
 import random
 import subprocess
-import sys
-import tomllib
 
 import networkx as nx
 import pytest
@@ -61,37 +57,14 @@ else:
 """
 
 
-@pytest.fixture
-def entry_points(repo, tmp_path):
-    """A folder to import from in which the package is installed as far as networkx cares."""
-    found = importlib.metadata.entry_points(group="networkx.backends", name="prismcalib")
-    if not len(found):
-        project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
-        folder = tmp_path / "prismllm_backend-0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text("Name: prismllm-backend\nVersion: 0\n")
-        (folder / "entry_points.txt").write_text(
-            "\n".join(
-                f"[{group}]\n" + "\n".join(f"{name} = {target}" for name, target in lines.items())
-                for group, lines in project["entry-points"].items()
-            )
-        )
-    return tmp_path
-
-
-def run_python(code, entry_points, repo):
-    path = os.pathsep.join([str(entry_points), str(repo)])
-    return subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
+def test_networkx_dispatches_to_us(command_env):
+    answer = subprocess.run(
+        ["python", "-W", "error::RuntimeWarning", "-c", CONVERSATION],
+        env=command_env,
         capture_output=True,
         text=True,
         check=False,
     )
-
-
-def test_networkx_dispatches_to_us(entry_points, repo):
-    answer = run_python(CONVERSATION, entry_points, repo)
     assert (answer.returncode, answer.stderr) == (0, "")
 
 
