@@ -65,6 +65,7 @@ _DTYPES = {
 # Of these, the bus bandwidth is the plain one.
 _ONE_SENDER = frozenset({Kind.BROADCAST, Kind.REDUCE, Kind.SEND})
 
+_JSON = re.compile(r"\s*(\{|\[\s*[{\]])")
 _PREFIX = re.compile(r"^\s*(?:\[\d+,\d+\]<std(?:out|err)>:|\d+: )")
 _NAME = re.compile(
     r"(all_reduce|all_gather|reduce_scatter|broadcast|sendrecv|alltoallv?|hypercube|"
@@ -127,8 +128,7 @@ def read_comm_log(path: str | os.PathLike[str], *, assumed: Assumed | None = Non
             f"cannot read the file: {error.strerror or error}", where=str(file)
         ) from error
     skipped: Counter[str] = Counter()
-    first = text.lstrip()[:1]
-    if first in ("{", "["):
+    if _JSON.match(text):
         rows = list(_json_rows(text, file, assumed, skipped))
     elif "time_ns" in text.lstrip("\ufeff \n").partition("\n")[0]:
         rows = list(_csv_rows(text, file))
