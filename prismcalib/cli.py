@@ -32,13 +32,18 @@ def critical_path(
     Example: prismcalib critical-path aligned.parquet --limit 20
     """
     from prismcalib.durations import format_ns
-    from prismcalib.paths import ShareColumn
+    from prismcalib.lateness import find_late_ranks
+    from prismcalib.paths import ShareColumn, calibrated_trace
     from prismcalib.paths import critical_path as find_path
 
-    path = find_path(trace)
+    opened = calibrated_trace(trace)
+    path = find_path(opened)
+    late = find_late_ranks(opened)
     if json:
-        print_json(path.as_dict(limit))
+        waited = {"sentence": late.sentence, "ranks": late.ranks.to_dicts()}
+        print_json({**path.as_dict(limit), "waited_for": waited})
         return
+    print(f"{late.sentence}; `prismcalib stragglers` looks for the cause\n")
 
     def part(ns: int) -> tuple[str, str]:
         return format_ns(ns), f"{ns / max(path.length_ns, 1):.1%}"
@@ -56,6 +61,16 @@ def critical_path(
             ("before the path starts", *part(path.lead_in_ns)),
         ],
     )
+    if late.wait_ns:
+        print()
+        table(
+            "waited for (waiting of all ranks, also beside their own computation)",
+            ("rank", "arrived last", "wait caused", "share"),
+            [
+                (rank, last, format_ns(caused), f"{share:.1%}")
+                for rank, last, caused, share in late.ranks.head(limit).rows()
+            ],
+        )
     columns: tuple[ShareColumn, ...] = ("kind", "rank", "group", "phase", "step")
     for column in columns:
         shares = path.shares(column)
@@ -122,12 +137,15 @@ def predict(
         print_json(prediction.as_dict())
         return
     durations = prediction.steps["duration_ns"].to_list()
+    several = f"median of {len(durations)}; {format_ns(min(durations))} to "
     print(
-        f"step time {format_ns(prediction.step_ns)} (median of {len(durations)}; "
-        f"{format_ns(min(durations))} to {format_ns(max(durations))})"
+        f"step time {format_ns(prediction.step_ns)} "
+        + (f"({several}{format_ns(max(durations))})" if len(durations) > 1 else "(one step)")
     )
     if prediction.steps["step"].null_count():
         print("the trace marks no steps: this is its whole window")
+    elif len(durations) == 1:
+        print("a single step counts from the first start of any rank to the last end")
     spread = prediction.spread
     if spread is not None:
         print()
@@ -146,8 +164,8 @@ def predict(
     window = max(prediction.window_ns, 1)
     print()
     table(
-        "where each rank spends the window",
-        ("rank", "busy", "waiting", "idle", "of busy: idle between kernels"),
+        "where each rank spends the window (transferring and waiting: not beside computation)",
+        ("rank", "computing", "idle between kernels", "transferring", "waiting", "idle"),
         [
             (rank, *(f"{ns / window:.1%}" for ns in times))
             for rank, *times in prediction.ranks.rows()

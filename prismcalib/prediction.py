@@ -27,12 +27,9 @@ class Prediction:
         steps: step, duration_ns; a step lasts from the end of the step before (the first: from
             the first start) to its own last end over all ranks.  One row with step null for
             the whole window if the trace has no steps.
-        ranks: rank, busy_ns (computing, copying or transferring on any stream), wait_ns
-            (nothing but waiting for other ranks), gap_ns (nothing at all); they add up to
-            the window. And inner_idle_ns: idle time inside the spans that count as busy
-            (launch gaps between kernels), summed over streams.
-        spread: quantiles of the step time from resampled steps, see `prismcalib.resampling`.
-        why_no_spread: why there is none.
+        ranks: rank, compute_ns (computing and copying), inner_idle_ns (idle between the
+            kernels of a span), transfer_ns (transferring and nothing else), wait_ns (only
+            waiting for other ranks), gap_ns (nothing at all); they add up to the window.
         basis: share of the critical path that rests on each kind of knowledge, largest
             first; the shares add up to 1.
     """
@@ -121,20 +118,29 @@ def _steps(nodes: pl.DataFrame, window_ns: int) -> pl.DataFrame:
 
 
 def _ranks(nodes: pl.DataFrame, window_ns: int) -> pl.DataFrame:
+    local = pl.col("kind").cast(pl.String).is_in([kind.value for kind in LOCAL_KINDS])
     ready = pl.col("start_ns") + pl.col("wait_ns").fill_null(0)
-    busy = _covered(nodes.select("rank", "end_ns", begin_ns=ready))
-    occupied = _covered(nodes.select("rank", "end_ns", begin_ns="start_ns"))
-    inner = nodes.group_by("rank").agg(pl.col("inner_idle_ns").sum())
-    return (
-        busy.join(occupied, on="rank", suffix="_all", maintain_order="left")
-        .join(inner, on="rank", maintain_order="left")
-        .select(
-            "rank",
-            busy_ns="covered_ns",
-            wait_ns=pl.col("covered_ns_all") - pl.col("covered_ns"),
-            gap_ns=window_ns - pl.col("covered_ns_all"),
-            inner_idle_ns="inner_idle_ns",
+    spans = {
+        "occupied": nodes.select("rank", "end_ns", begin_ns="start_ns"),
+        "active": nodes.select("rank", "end_ns", begin_ns=ready),
+        "local": nodes.filter(local).select("rank", "end_ns", begin_ns="start_ns"),
+    }
+    table = nodes.group_by("rank").agg(inner=pl.col("inner_idle_ns").sum()).sort("rank")
+    for name, part in spans.items():
+        table = table.join(
+            _covered(part).rename({"covered_ns": name}),
+            on="rank",
+            how="left",
+            maintain_order="left",
         )
+    inner = pl.min_horizontal("inner", "local")
+    return table.fill_null(0).select(
+        "rank",
+        compute_ns=pl.col("local") - inner,
+        inner_idle_ns=inner,
+        transfer_ns=pl.col("active") - pl.col("local"),
+        wait_ns=pl.col("occupied") - pl.col("active"),
+        gap_ns=window_ns - pl.col("occupied"),
     )
 
 

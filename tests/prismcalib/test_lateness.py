@@ -1,0 +1,25 @@
+"""Whom the others wait for."""
+
+from prismcalib import merge, synth
+from prismcalib.lateness import find_late_ranks
+
+
+def late(**changes):
+    spec = synth.JobSpec(pp=1, tp=1, dp=4, layers_per_stage=2, microbatches=2, steps=2, **changes)
+    result = merge(synth.generate(spec))
+    return result, find_late_ranks(result.trace)
+
+
+def test_a_straggler_causes_the_waiting():
+    result, found = late(stragglers={2: 1.5})
+    assert found.ranks["rank"][0] == 2
+    assert found.ranks["share"][0] > 0.8
+    assert found.sentence.startswith("rank 2 arrives last in ")
+    assert found.ranks["caused_ns"].sum() == found.wait_ns == result.report.wait_ns
+
+
+def test_nobody_waits_when_all_are_alike():
+    _, found = late(jitter=0.0, step_jitter=0.0, comm_jitter=0.0, end_spread_ns=0)
+    assert found.wait_ns == 0
+    assert found.sentence == "nobody waits for anybody"
+    assert found.instances > 0
