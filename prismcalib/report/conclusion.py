@@ -156,6 +156,8 @@ def _notes(
 def _where(times: pl.DataFrame, pipeline: Pipeline | None) -> str:
     """` on ranks 0 and 6`: the fewest places that hold 80 % of a time; columns rank, time."""
     few = _fewest(times)
+    if not few:
+        return ""
     if len(few) <= 4:
         return f" on {_listed('rank', few)}"
     if pipeline is not None:

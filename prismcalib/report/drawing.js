@@ -313,7 +313,4 @@ function redraw() {
 function drawAll() {
   drawMap();
   drawLanes();
-  const all = view.t1 - view.t0 >= info.window;
-  byId("shown").textContent = all ? `whole window, ${time(info.window)}`
-    : `${time(view.t0)} to ${time(view.t1)} (${time(view.t1 - view.t0)})`;
 }

@@ -38,6 +38,14 @@ class Grid:
     shape: GridShape
     shares: NDArray[np.uint8]
 
+    def coarser(self) -> Grid:
+        """The same with half as many bins, as long as they are not few."""
+        if self.shape.bins <= _FEWEST_BINS:
+            return self
+        pairs = self.shares.astype(np.uint16).reshape(*self.shares.shape[:2], -1, 2).sum(axis=3)
+        shape = GridShape(self.shape.ranks_per_line, self.shape.bins // 2)
+        return Grid(shape, ((pairs + 1) // 2).clip(0, LEVELS).astype(np.uint8))
+
 
 def grid_shapes(ranks: int, cells: int) -> tuple[GridShape, ...]:
     """Grids of at most about `cells` cells each; the first has the most bins.

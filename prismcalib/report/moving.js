@@ -10,6 +10,8 @@ function clampView() {
   const lines = Math.min(Math.max(view.l1 - view.l0, Math.min(4, lineCount)), lineCount);
   view.l0 = Math.min(Math.max(view.l0, 0), lineCount - lines);
   view.l1 = view.l0 + lines;
+  byId("shown").textContent = view.t1 - view.t0 >= info.window ? `whole window, ${time(info.window)}`
+    : `${time(view.t0)} to ${time(view.t1)} (${time(view.t1 - view.t0)})`;
   redraw();
 }
 

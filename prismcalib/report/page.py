@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -71,6 +72,7 @@ def render_page(trace: Trace, summary: RunSummary, *, most_bytes: int = MOST_BYT
         if len(page.encode()) <= most_bytes or spans < 1000:
             return page
         spans, runs = spans // 2, runs // 2
+        summary = replace(summary, grids=tuple(grid.coarser() for grid in summary.grids))
 
 
 def _render(trace: Trace, summary: RunSummary, lanes: Sequence[Lane], runs: int) -> str:

@@ -19,6 +19,7 @@ __all__ = [
     "basis_shares",
     "groups_table",
     "memory_of",
+    "others_median",
     "pipeline_of",
     "ranks_table",
     "steps_table",
@@ -101,7 +102,7 @@ def ranks_table(
     )
     sent = pl.col("hidden_ns") + pl.col("transfer_ns")
     placed = times.with_columns(stage=stage)
-    peers = _others_median(placed["compute_ns"], placed["stage"])
+    peers = others_median(placed["compute_ns"], placed["stage"])
     return (
         placed.with_columns(peers_ns=peers)
         .join(shares, on="rank", how="left", maintain_order="left")
@@ -117,7 +118,7 @@ def ranks_table(
     )
 
 
-def _others_median(values: pl.Series, part: pl.Series) -> pl.Series:
+def others_median(values: pl.Series, part: pl.Series) -> pl.Series:
     """Of each value the median of the other values of its part; null where there is none."""
     result = np.full(len(values), np.nan)
     numbers, parts = values.to_numpy(), part.fill_null(-1).to_numpy()
