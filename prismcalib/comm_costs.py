@@ -236,10 +236,7 @@ class CommCosts:
             seen = seen.sort(list(_KEY))
             measured += list(zip(_each(seen), seen["time"].to_list(), strict=True))
         if self._table is not None:
-            table = self._table.times
-            names = ("kind", "dtype", "ranks", "hosts", "bytes")
-            for *key, time in table.select(*names, "time_ns").iter_rows():
-                measured.append((Operation(*key), float(time)))
+            measured += self._table.measured()
         self._model = fit_comm_model(measured)
 
     def _with(

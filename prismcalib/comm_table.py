@@ -203,6 +203,21 @@ class CommTable:
         with atomic_output(path) as temporary:
             self.times.write_parquet(temporary, metadata={_METADATA_KEY: json.dumps(note)})
 
+    def curves(self) -> pl.DataFrame:
+        """One row per kind, dtype, ranks and hosts: sizes, least and most bytes and ns."""
+        return self.times.group_by("kind", "dtype", "ranks", "hosts", maintain_order=True).agg(
+            pl.len().alias("sizes"),
+            pl.col("bytes").min().alias("least_bytes"),
+            pl.col("bytes").max().alias("most_bytes"),
+            pl.col("time_ns").min().alias("fastest_ns"),
+            pl.col("time_ns").max().alias("slowest_ns"),
+        )
+
+    def measured(self) -> list[tuple[Operation, float]]:
+        """Every operation of the table and its time in ns."""
+        rows = self.times.select(*Operation._fields, "time_ns").iter_rows()
+        return [(Operation(*key), float(time)) for *key, time in rows]
+
     def estimate(self, operation: Operation) -> Estimate | None:
         """What the table says about an operation; None if nothing on as many ranks and hosts."""
         if operation.bytes <= 0:

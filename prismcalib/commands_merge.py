@@ -134,6 +134,21 @@ def merge(
             "--unfold", help="Slices: give ranks that are replicas of others rows of their own."
         ),
     ] = False,
+    comm_table: Annotated[
+        Path | None,
+        typer.Option(
+            help="Slices: measured times of communications (from `prismcalib comm-table`), for "
+            "groups that no slice ran as a whole."
+        ),
+    ] = None,
+    ranks_per_host: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Slices: how many consecutive ranks share a host in the real job. Needed with "
+            "--comm-table; alone, unmeasured transfers come from a model of the measured ones.",
+        ),
+    ] = None,
     columns_only: Annotated[
         bool,
         typer.Option(
@@ -202,6 +217,8 @@ def merge(
                 missing=missing.value,
                 unfold=unfold,
                 jobs=jobs,
+                ranks_per_host=ranks_per_host,
+                comm_table=comm_table,
             ),
             verify=verify,
             advance=bar.advance,
@@ -245,13 +262,20 @@ def _print_merge(report: MergeReport, output: Path) -> None:
             f"{lags.count} idle times before rows, kept as lags (launch and host delays)",
         ),
         "gaps that count": (waited.total_ns, f"{waited.count} of them, on the critical path"),
-        "waiting": (report.wait_ns, "in communications for late members, sum over ranks"),
+        "waiting": (
+            report.wait_ns,
+            "in communications for late members, sum over ranks, also beside own computation",
+        ),
         "transferring": (report.transfer_ns, "the rest of the communications, sum over ranks"),
     }
     lines = [(name, format_ns(ns), text) for name, (ns, text) in texts.items()]
     if report.unmatched:
         lines.append(
-            ("unmatched", str(report.unmatched), "communications with partners outside the window")
+            (
+                "unmatched",
+                str(report.unmatched),
+                "communications without known partners: they wait for nobody",
+            )
         )
     title = (
         f"{output}: {report.ranks} ranks, {report.rows} rows, "
@@ -341,6 +365,10 @@ def _print_slices(report: SlicesReport, output: Path) -> None:
     )
     print(f"structure: every slice agrees with {report.checked_against}")
     print()
+    if report.comm_costs is not None:
+        from prismcalib.commands_comm import print_costs
+
+        print_costs(report.comm_costs)
     worst = sorted(seen, key=lambda one: -(one.end_spread.median_ns if one.end_spread else -1))
     table(
         "slices, those first whose ends of one communication lie furthest apart",

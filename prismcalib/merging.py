@@ -35,7 +35,7 @@ from prismcalib.measuring import Clocks
 from prismcalib.propagation import Engine, Timing, critical_steps, propagate, slack
 from prismcalib.slices import SliceOptions, SlicesReport, merge_slices
 from prismcalib.waiting import WaitRules, apply_wait_rules, ready_times, waiting_rows
-from prismtrace.schema import TraceHeader, TraceKind, TransferSource
+from prismtrace.schema import LOCAL_KINDS, TraceHeader, TraceKind, TransferSource
 from prismtrace.trace import (
     Trace,
     node_schema,
@@ -226,11 +226,17 @@ def merge(
             "a bare graph or an earlier result goes with slices, but this is a whole run",
             hint="leave out --bare and --base",
         )
+    if slices is not None and slices.ranks_per_host is not None:
+        raise MergeInputError(
+            "every transfer of a whole run was measured: it needs no other source",
+            hint="leave out --comm-table and --ranks-per-host",
+        )
     trace = source if isinstance(source, Trace) else open_trace(source)
     rows = _observed(trace)
     require_all_ranks(rows, trace.header)
     graph = structure_graph(rows, trace.header)
     require_all_members(graph, rows, trace.header)
+    _require_matches(graph, rows, trace)
 
     alignment = align_clocks(
         graph, rows, trace.header, keep=clock == "keep", max_residual_ns=max_residual_ns
@@ -246,6 +252,28 @@ def merge(
     header = rules.note_in(_header(trace.header, report, alignment))
     nodes = _nodes(rows, split, timing, late, steps, alignment.origin_ns)
     return MergeResult(header, nodes.lazy(), report, partial(write_beside, header, nodes, trace))
+
+
+def _unmatched(rows: pl.DataFrame) -> pl.DataFrame:
+    local = pl.col("kind").cast(pl.String).is_in([kind.value for kind in LOCAL_KINDS])
+    return rows.filter(~local & pl.col("seq").is_null())
+
+
+def _require_matches(graph: Graph, rows: pl.DataFrame, trace: Trace) -> None:
+    """Several ranks that communicate, and nothing that relates them: no common timeline.
+
+    Raises:
+        MergeInputError: no communication of the trace is matched.
+    """
+    lost = _unmatched(rows).height
+    if rows["rank"].n_unique() > 1 and not graph.instances and lost:
+        raise MergeInputError(
+            f"none of the {lost} communications is matched with its partners: nothing says who "
+            "waited for whom",
+            where=", ".join(str(path) for path in trace.paths) or None,
+            hint="the trace can be looked at (info, export) but has no common timeline; "
+            "`prismtrace convert --unmatched keep` made it so",
+        )
 
 
 def _slice_files(
@@ -381,7 +409,7 @@ def _report(
         ranks=rows["rank"].n_unique(),
         rows=rows.height,
         instances=instances,
-        unmatched=rows.filter(pl.col("group").is_not_null() & pl.col("seq").is_null()).height,
+        unmatched=_unmatched(rows).height,
         clock=alignment.report,
         recorded_ns=int(alignment.end_ns.max()) - int(alignment.start_ns.min()),
         propagated_ns=timing.makespan_ns,

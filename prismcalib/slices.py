@@ -26,14 +26,16 @@ from prismcalib.assembly import Assembly, Values
 from prismcalib.build import node_text
 from prismcalib.calibrated import Calibrated, Piece
 from prismcalib.campaign import Campaign, Missing, Slice, open_campaign
+from prismcalib.comm_costs import CommCosts, CostReport
+from prismcalib.comm_table import CommTable
 from prismcalib.errors import MergeInputError
 from prismcalib.graph import Graph
-from prismcalib.instances import Channels, members_of
+from prismcalib.instances import Channels, Members, members_of
 from prismcalib.measuring import SOURCES, Clocks, Execution, ExecutionReport, measure
 from prismcalib.propagation import Engine, Timing, critical_steps, propagate, slack
 from prismcalib.rows import ABSENT, Rows, ranks_text, read_rows, runs
-from prismcalib.samples import Reduce, combine, pool_steps
-from prismcalib.steady import StepTimes
+from prismcalib.samples import Reduce, combine, part_of, pool_steps
+from prismcalib.steady import StepTimes, step_views
 from prismcalib.structure import renamed, require_same_structure
 from prismcalib.waiting import WaitRules, apply_wait_rules, waiting_rows
 from prismtrace.schema import INDEX_BITS, ClockDomain, TraceHeader, TraceKind, TransferSource
@@ -58,6 +60,9 @@ class SliceOptions:
         missing: what to do about ranks that no slice measured.
         unfold: give ranks that symmetry maps to others rows of their own.
         jobs: files read at once; 0: one per core.
+        ranks_per_host: how many consecutive ranks share a host; transfers that no slice measured
+            then come from `comm_table`, or from a model of the links.  None: they stay as seen.
+        comm_table: measured times of communications, see `prismcalib comm-table`.
     """
 
     bare: Trace | PathLike | None = None
@@ -68,6 +73,8 @@ class SliceOptions:
     missing: Missing = "fail"
     unfold: bool = False
     jobs: int = 0
+    ranks_per_host: int | None = None
+    comm_table: CommTable | PathLike | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,7 @@ class SlicesReport:
             with another's durations; ranks without durations.
         reduce, pooled, warmup: how samples were reduced.
         executions_seen: the files, one by one.
+        comm_costs: what transfers that were not measured come from, if that was asked for.
     """
 
     ranks: int
@@ -130,6 +138,7 @@ class SlicesReport:
     pooled: bool
     warmup: int
     executions_seen: tuple[ExecutionReport, ...]
+    comm_costs: CostReport | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON values (lists, not tuples)."""
@@ -164,6 +173,7 @@ def merge_slices(
         advance(len(executions))
     work.add_kept()
     work.add_untimed()
+    work.finish_costs()
     graph = work.assembly.graph(work.label)
     instances = graph.instances
     if rules:
@@ -197,6 +207,8 @@ class _Work:
         self.assembly = Assembly(self._counts(), Channels(campaign.header, campaign.place))
         self.pieces: list[Piece] = []
         self.seen: list[ExecutionReport] = []
+        self.costs = _comm_costs(campaign.header, options)
+        self.cost_report: CostReport | None = None
         self.resized = 0
         self.unmatched = 0
         self._piece_of: dict[int, Piece] = {}
@@ -209,11 +221,21 @@ class _Work:
         for part in self.campaign.slices:
             nodes = scan_nodes(part.files[0])
             counts |= _rank_counts(nodes, part.real_ranks, str(part.files[0]))
+            if self.campaign.bare is not None and len(part.headers[0].steps) != 1:
+                counts |= self._bare_counts(part)
         if self.campaign.base is not None and self.campaign.kept:
             counts |= _rank_counts(self.campaign.base.nodes, self.campaign.kept, "base")
         if self.campaign.bare is not None and self.campaign.untimed:
             counts |= _rank_counts(self.campaign.bare.nodes, self.campaign.untimed, "bare graph")
         return counts | {twin: counts[like] for twin, like in self.twins.items()}
+
+    def _bare_counts(self, part: Slice) -> dict[int, int]:
+        """Rows in the bare graph, where a slice may have several steps for its one."""
+        bare = self.campaign.bare
+        if bare is None or not set(part.real_ranks) <= set(bare.header.ranks):
+            return {}
+        lone = bare.nodes.select(pl.col("step").max().fill_null(0) == 0).collect().item()
+        return _rank_counts(bare.nodes, part.real_ranks, _place(bare)) if lone else {}
 
     # Reading ----------------------------------------------------------------------------
 
@@ -252,6 +274,9 @@ class _Work:
             names = (part.files[0].name, path.name)
             require_same_structure(first.rows, other.rows, names, header, str(path))
         bare = self._bare_rows(part.real_ranks)
+        if bare is not None and _one_step_of(bare, first.rows):
+            self._add_steps(part, executions, bare)
+            return
         if bare is not None:
             names = ("the bare graph", part.files[0].name)
             where = str(part.files[0])
@@ -261,30 +286,47 @@ class _Work:
             values = pool_steps(first.rows, samples, self.options.reduce, self.options.warmup)
         else:
             values = combine(samples, self.options.reduce)
-        self.assembly.place(first.rows, first.members, values)
-        self.unmatched += _unmatched(first.rows)
+        values = self._place(first.rows, first.members, values)
         self.seen += [execution.report for execution in executions]
         self._note(Piece(part.files[0], scan_nodes(part.files[0]), part.real_ranks))
+        self._add_twins(part, first.rows, values)
+
+    def _add_steps(self, part: Slice, executions: list[Execution], bare: Rows) -> None:
+        """Several steps of a slice are samples of the one step that the bare graph has."""
+        options, header = self.options, self.campaign.header
+        names, where = ("the bare graph", part.files[0].name), str(part.files[0])
+        samples = []
+        for execution in executions:
+            views = step_views(execution.rows)
+            for chosen, view in views[options.warmup :] or views[-1:]:
+                like_bare = replace(view, seq=bare.seq) if len(view) == len(bare) else view
+                self.resized += require_same_structure(bare, like_bare, names, header, where)
+                samples.append(replace(part_of(execution.values, chosen), release=None))
+        values = combine(samples, options.reduce)
+        # What comes from the step before is no gap within the step.
+        if values.gap is not None:
+            roots = np.diff(bare.offsets) == 0
+            values = replace(values, gap=np.where(roots, 0, values.gap))
+        self.assembly.place(bare, members_of(bare, header), values)
+        self.unmatched += _unmatched(bare)
+        self.seen += [execution.report for execution in executions]
+        graph = self.campaign.bare
+        if graph is None:
+            raise AssertionError("steps are folded only onto a bare graph")
+        self._note(Piece(_single(graph), graph.nodes, part.real_ranks, observed=False))
+        self._add_twins(part, bare, values)
+
+    def _add_twins(self, part: Slice, rows: Rows, values: Values) -> None:
         here = set(part.real_ranks)
         for twin, like in self.twins.items():
             if like in here:
-                self._add_twin(twin, like, first.rows, values, part.files[0])
+                self._add_twin(twin, like, rows, values, part.files[0])
 
     def _add_twin(self, twin: int, like: int, rows: Rows, values: Values, path: Path) -> None:
         """Give a rank the durations of another."""
         header, bare = self.campaign.header, self.campaign.bare
         first, last = next((a, b) for rank, a, b in rows.rank_runs if rank == like)
-        part = slice(first, last)
-        optional = ("gap", "release", "spread")
-        own = replace(
-            values,
-            duration=values.duration[part],
-            source=values.source[part],
-            **{
-                name: None if getattr(values, name) is None else getattr(values, name)[part]
-                for name in optional
-            },
-        )
+        own = part_of(values, slice(first, last))
         if bare is not None and twin in set(bare.header.ranks):
             mine = read_rows(bare.nodes, header, "the bare graph", ranks=[twin])
             self._note(Piece(_single(bare), bare.nodes, (twin,), observed=False))
@@ -294,8 +336,7 @@ class _Work:
             nodes = scan_nodes(path).filter(pl.col("rank") == like)
             rename = partial(_rename, rows=mine, header=header)
             self._note(Piece(path, nodes, (twin,), rename=rename, observed=False))
-        self.assembly.place(mine, members_of(mine, header), own)
-        self.unmatched += _unmatched(mine)
+        self._place(mine, members_of(mine, header), own)
 
     def add_kept(self) -> None:
         """Ranks of the base: durations as they were merged then."""
@@ -320,8 +361,7 @@ class _Work:
                 source=source,
                 release=np.where(roots, rows.start - origin, 0),
             )
-            self.assembly.place(rows, members, values)
-            self.unmatched += _unmatched(rows)
+            self._place(rows, members, values)
         self._note(Piece(_single(base), base.nodes, self.campaign.kept, own=True))
 
     def add_untimed(self) -> None:
@@ -339,6 +379,20 @@ class _Work:
             self.unmatched += _unmatched(rows)
         piece = Piece(_single(bare), bare.nodes, self.campaign.untimed, observed=False)
         self._note(piece)
+
+    def _place(self, rows: Rows, members: Members, values: Values) -> Values:
+        """Put whole ranks in place, with the best known times of transfers; returns these."""
+        if self.costs is not None:
+            values = self.costs.fill(rows, values)
+            self.costs.defer(rows, values, self.assembly.base)
+        self.assembly.place(rows, members, values)
+        self.unmatched += _unmatched(rows)
+        return values
+
+    def finish_costs(self) -> None:
+        """Times from the model, which rests on all slices, for transfers that need them."""
+        if self.costs is not None:
+            self.cost_report = self.costs.finish(self.assembly)
 
     def _bare_rows(self, ranks: Sequence[int]) -> Rows | None:
         """What the bare graph, or the base, says about some ranks."""
@@ -432,6 +486,7 @@ class _Work:
             pooled=options.pool_steps,
             warmup=options.warmup,
             executions_seen=tuple(seen),
+            comm_costs=self.cost_report,
         )
 
     def header(self, report: SlicesReport) -> TraceHeader:
@@ -467,6 +522,21 @@ class _Work:
         )
 
 
+def _comm_costs(header: TraceHeader, options: SliceOptions) -> CommCosts | None:
+    table = options.comm_table
+    if options.ranks_per_host is None:
+        if table is not None:
+            raise MergeInputError(
+                "a table of communication times says nothing without knowing which ranks share "
+                "a host",
+                hint="give --ranks-per-host as well, e.g. 8",
+            )
+        return None
+    if table is not None and not isinstance(table, CommTable):
+        table = CommTable.open(table)
+    return CommCosts(header, options.ranks_per_host, table)
+
+
 def replace_header(own: TraceHeader, job: TraceHeader) -> TraceHeader:
     """A slice's header with the job's groups object, so that positions agree."""
     return own if own.groups is job.groups else own.model_copy(update={"groups": job.groups})
@@ -495,6 +565,15 @@ def _rank_counts(nodes: pl.LazyFrame, ranks: Sequence[int], where: str) -> dict[
             hint="the file was cut short; record this slice again",
         )
     return {rank: counts[rank] for rank in ranks}
+
+
+def _one_step_of(bare: Rows, rows: Rows) -> bool:
+    """Whether the bare graph has one step and the slice several."""
+    return (
+        bare.step.max() <= 0
+        and bare.step.min() == bare.step.max()
+        and len(np.unique(rows.step[rows.step >= 0])) > 1
+    )
 
 
 def _some_at_once(ranks: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -1,0 +1,140 @@
+"""The commands `prismcalib comm-table` and `prismcalib coarsen`, and what `merge` says of costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prismtrace.console import print_json, progress, table
+
+if TYPE_CHECKING:
+    from prismcalib.comm_costs import CostReport
+    from prismcalib.comm_model import LinkFit
+    from prismtrace.schema import Kind
+
+__all__ = ["comm_table", "print_costs"]
+
+
+def comm_table(
+    logs: Annotated[
+        list[Path],
+        typer.Argument(help="Output of nccl-tests (text, or JSON by -J), or CSV of comm-bench."),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Table to write (.parquet), for merge.")
+    ],
+    kind: Annotated[
+        str | None,
+        typer.Option(help="Which operation was tested, where the logs do not say: all_reduce."),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="Ranks of a test, where the logs list no devices.")
+    ] = None,
+    hosts: Annotated[
+        int | None, typer.Option(min=1, help="Hosts of a test, where the logs list no devices.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Turn logs of nccl-tests into a table that `merge` takes transfer times from.
+
+    Example: prismcalib comm-table all_reduce_perf.log all_gather_perf.log -o table.parquet
+    """
+    from prismcalib.comm_logs import Assumed
+    from prismcalib.comm_model import fit_comm_model
+    from prismcalib.comm_table import read_comm_logs
+
+    assumed = Assumed(kind=_kind(kind), ranks=ranks, hosts=hosts)
+    with progress("reading logs"):
+        times = read_comm_logs(logs, assumed=assumed)
+    times.write(output)
+    curves, fits = times.curves(), fit_comm_model(times.measured()).fits
+    if json:
+        print_json(
+            {
+                "output": str(output),
+                "sources": times.sources,
+                "skipped": dict(times.skipped),
+                "curves": curves.to_dicts(),
+                "model": [fit.as_dict() for fit in fits],
+            }
+        )
+        return
+    from prismcalib.durations import format_ns
+
+    columns = ("kind", "dtype", "ranks", "hosts", "sizes", "from bytes", "to bytes")
+    table(
+        f"{output}: {times.times.height} operations measured in {len(times.sources)} files",
+        (*columns, "fastest", "slowest"),
+        [(*row[:-2], *map(format_ns, row[-2:])) for row in curves.rows()],
+    )
+    for reason, count in times.skipped.items():
+        print(f"not used: {count} lines {reason}")
+    print()
+    _print_fits(fits)
+
+
+def print_costs(report: CostReport) -> None:
+    """Where the transfers of a merge came from that no slice measured."""
+    lines = [
+        ("from the table", report.from_table, ", ".join(report.table) or "none was given"),
+        ("from the model", report.from_model, "latency and bandwidth of the links below"),
+        ("extrapolated", report.extrapolated, "of these, beyond what was measured"),
+        ("other data type", report.other_dtype, "of these, measured with another data type"),
+    ]
+    lines += [
+        (name, count, "kept as the slices saw them: their error is unknown")
+        for name, count in report.left.items()
+    ]
+    table(
+        f"transfers that no slice measured, with {report.ranks_per_host} ranks per host",
+        ("", "members", "meaning"),
+        [line for line in lines if line[1]] or [("none", 0, "every transfer was measured")],
+    )
+    print()
+    if report.from_model:
+        _print_fits(report.fits)
+        print()
+
+
+def _print_fits(fits: tuple[LinkFit, ...]) -> None:
+    from prismcalib.durations import format_ns
+
+    table(
+        "latency and bandwidth that explain the measured times",
+        (
+            "links",
+            "kind",
+            "form",
+            "latency of a step",
+            "GB/s",
+            "off by (rms)",
+            "at most",
+            "samples",
+        ),
+        [
+            (
+                fit.link,
+                fit.kind or "all",
+                fit.form,
+                format_ns(round(fit.alpha_ns)),
+                fit.gb_per_s,
+                f"{fit.residual:.1%}",
+                f"{fit.error:.1%}",
+                fit.samples,
+            )
+            for fit in fits
+        ],
+    )
+
+
+def _kind(name: str | None) -> Kind | None:
+    from prismtrace.schema import Kind
+
+    if name is None:
+        return None
+    known = [kind.value for kind in Kind if kind.is_communication]
+    if name not in known:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint="--kind")
+    return Kind(name)
