@@ -34,6 +34,8 @@ _BATCH = 32
 # Rows times draws that take some seconds; large traces are drawn less often.
 _MOST_ROWS = 2 * 10**8
 _FEWEST_DRAWS = 16
+# Rows whose times, drawn many times, take neither minutes nor all memory.
+_LARGEST = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class StepSpread:
 
 def why_not_resampled(rows: pl.DataFrame) -> str | None:
     """What keeps whole steps of a node table from being exchanged; None if nothing does."""
+    if rows.height > _LARGEST:
+        return f"{rows.height} operations are too many to resample"
     steps = rows.filter(pl.col("step").is_not_null()).select(
         "rank",
         step=pl.col("step").rank("dense"),

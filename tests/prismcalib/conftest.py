@@ -69,7 +69,7 @@ def build_run(
     seed: int = 1,
 ) -> Run:
     """Simulate the run; `noise_ns` is how late a member may notice the end of a collective."""
-    draw = random.Random(seed)  # noqa: S311 - repeatable
+    draw = random.Random(seed)
     groups = [ProcessGroup(id=0, name="world", ranks=tuple(range(ranks)))]
     groups += [
         ProcessGroup(id=1 + first // 2, name=f"pair_{first // 2}", ranks=(first, first + 1))

@@ -4,7 +4,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from prismcalib import synth
+from prismcalib import resampling, synth
 from prismcalib.build import graph_from_trace
 from prismcalib.errors import CalibError
 from prismcalib.merging import merge
@@ -83,7 +83,7 @@ def test_wait_rules_hold_in_every_draw(make_run):
     assert predict(trace, draws=5).spread.draws == 5
 
 
-def test_why_there_is_no_spread(make_run):
+def test_why_there_is_no_spread(make_run, monkeypatch):
     one = merge(make_run(steps=1).trace)
     assert "two steps" in predict(one.trace).why_no_spread
     assert predict(one.trace).spread is None
@@ -91,6 +91,9 @@ def test_why_there_is_no_spread(make_run):
     assert predict(three.trace, draws=0).why_no_spread == "no draws were asked for"
     rows = three.nodes
     assert why_not_resampled(rows) is None
+    monkeypatch.setattr(resampling, "_LARGEST", 10)
+    assert "too many" in why_not_resampled(rows)
+    monkeypatch.undo()
     assert "number of operations" in why_not_resampled(rows[1:])
     renamed = rows.with_columns(
         kind=pl.when(pl.int_range(pl.len()) == 0)

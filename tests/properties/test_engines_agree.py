@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from prismcalib.errors import CalibError, CycleError
 from prismcalib.graph import Graph
-from prismcalib.propagation import critical_rows, critical_steps, propagate, propagate_batch, slack
+from prismcalib.propagation import (
+    critical_arrays,
+    critical_rows,
+    critical_steps,
+    propagate,
+    propagate_batch,
+    slack,
+)
 
 
 def random_graph(draw: random.Random) -> Graph:
@@ -95,6 +102,7 @@ def outcome(graph: Graph, engine: str):
         timing.end_ns.tolist(),
         slack(graph, timing, engine).tolist(),
         critical_steps(graph, timing, engine),
+        [rows.tolist() for rows in critical_arrays(graph, timing, engine, graph.rows // 2)],
     )
 
 
@@ -142,9 +150,9 @@ def check_engines(graph: Graph):
     return expected[0] if isinstance(expected[0], type) else "timing"
 
 
-def test_on_2000_random_graphs():
+def test_on_4000_random_graphs():
     counts: dict[object, int] = {}
-    for seed in range(2000):
+    for seed in range(4000):
         kind = check_engines(random_graph(random.Random(seed)))
         counts[kind] = counts.get(kind, 0) + 1
     # The generator draws enough of everything.
