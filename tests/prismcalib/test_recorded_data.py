@@ -2,7 +2,7 @@
 
 import pytest
 
-from prismcalib.errors import CoverageError
+from prismcalib.errors import CoverageError, MergeInputError
 from prismcalib.merging import merge
 from prismcalib.paths import critical_path
 from prismcalib.prediction import predict
@@ -63,3 +63,9 @@ def test_a_recommendation_step(recorded):
 def test_partial_runs_are_refused(recorded, name, text):
     with pytest.raises(CoverageError, match=text):
         merge(recorded(name))
+
+
+def test_ranks_that_nothing_relates_are_refused(data_dir, tmp_path):
+    convert(data_dir / "kineto" / "gloo-cpu-4", tmp_path / "run.parquet", unmatched="keep")
+    with pytest.raises(MergeInputError, match="none of the 112 communications is matched"):
+        merge(tmp_path / "run.parquet")
