@@ -104,11 +104,16 @@ def structure_graph(rows: pl.DataFrame, header: TraceHeader) -> Graph:
 
     Communications without seq (partners outside the recorded window) belong to no instance.
     Instances are numbered by (group, seq, sender, receiver) and expect all ranks of their
-    group, two for send and recv.
+    group that are not folded into others, two for send and recv.
     """
     offsets, dep_rows = _dependencies(rows)
     instance, keys = _instances(rows)
-    sizes = {group.id: len(group.ranks) for group in header.groups}
+    # Folded replicas have no rows: the rank that stands for them waits in their place.
+    here = set(header.ranks)
+    place = {rank: like for rank, like in (header.symmetry or {}).items() if rank not in here}
+    sizes = {
+        group.id: len({place.get(rank, rank) for rank in group.ranks}) for group in header.groups
+    }
     unknown = keys.filter(~pl.col("group").is_in(list(sizes)))
     if unknown.height:
         raise MergeInputError(

@@ -46,7 +46,7 @@ class Drift:
         if not self.rate.any():
             return np.zeros(len(times_ns), np.int64)
         since = (times_ns - self.center_ns[domain]).astype(np.float64)
-        return np.rint(self.rate[domain] * since).astype(np.int64)
+        return np.asarray(np.rint(self.rate[domain] * since), np.int64)
 
 
 def fit_drift(

@@ -23,6 +23,7 @@ from prismtrace.trace import node_schema
 __all__ = [
     "ABSENT",
     "KINDS",
+    "NODE_COLUMNS",
     "Rows",
     "UInt8Array",
     "check_times",
@@ -54,6 +55,13 @@ COLUMNS = (
     "start_ns", "dur_ns", "transfer_ns", "transfer_source", "deps", "xdeps", "lag_ns",
 )  # fmt: skip
 """Columns that `rows_of` reads."""
+
+
+NODE_COLUMNS = (
+    "rank", "index", "kind", "group", "seq", "peer", "bytes", "dtype", "step",
+    "start", "dur", "transfer", "source",
+)  # fmt: skip
+"""Attributes of `Rows` that have one entry per row."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -117,11 +125,9 @@ class Rows:
         """Rows first .. last - 1, which must be whole ranks."""
         low, high = int(self.offsets[first]), int(self.offsets[last])
         far = (self.far_row >= first) & (self.far_row < last)
-        names = ("rank", "index", "kind", "group", "seq", "peer", "bytes", "dtype", "step",
-                 "start", "dur", "transfer", "source")  # fmt: skip
         return replace(
             self,
-            **{name: getattr(self, name)[first:last] for name in names},
+            **{name: getattr(self, name)[first:last] for name in NODE_COLUMNS},
             offsets=self.offsets[first : last + 1] - low,
             distance=self.distance[low:high],
             lags=None if self.lags is None else self.lags[low:high],

@@ -13,7 +13,7 @@ from prismcalib.assembly import Values
 from prismcalib.graph import Int64Array
 from prismcalib.rows import Rows, runs
 
-__all__ = ["Reduce", "combine", "pool_steps", "reduce_samples"]
+__all__ = ["Reduce", "combine", "part_of", "pool_steps", "reduce_samples"]
 
 Reduce = Literal["median", "mean", "min", "last"]
 
@@ -76,6 +76,21 @@ def reduce_samples(
         return np.where(valid, samples, 0).sum(axis=0) // count, spread
     last = k - 1 - np.argmax(np.broadcast_to(valid, samples.shape)[::-1], axis=0)
     return samples[last, column], spread
+
+
+def part_of(values: Values, rows: Int64Array | slice) -> Values:
+    """The values of some rows."""
+
+    def chosen(column: Int64Array | None) -> Int64Array | None:
+        return None if column is None else column[rows]
+
+    return Values(
+        duration=values.duration[rows],
+        source=values.source[rows],
+        gap=chosen(values.gap),
+        release=chosen(values.release),
+        spread=chosen(values.spread),
+    )
 
 
 def pool_steps(rows: Rows, samples: Sequence[Values], how: Reduce, warmup: int) -> Values:

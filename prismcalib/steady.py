@@ -6,7 +6,7 @@ where a recording has no edge across the boundary, `chain_steps` adds it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median_low
 
@@ -15,9 +15,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from prismcalib.graph import Int32Array, Int64Array
-from prismcalib.rows import list_lengths, list_values, runs
+from prismcalib.rows import NODE_COLUMNS, Rows, list_lengths, list_values, runs
 
-__all__ = ["StepTimes", "chain_steps", "steps_of"]
+__all__ = ["StepTimes", "chain_steps", "step_views", "steps_of"]
 
 
 @dataclass(frozen=True)
@@ -111,3 +111,33 @@ def _last_rows(
             known[before] = rows[~followed[rows]].tolist()
         result[row] = known[before]
     return result
+
+
+def step_views(rows: Rows) -> list[tuple[Int64Array, Rows]]:
+    """Every step of some ranks as if it were all they did: row numbers, and the rows.
+
+    Edges that come from outside the step are left out; sequence numbers stay.
+    """
+    counts = np.diff(rows.offsets)
+    owner = np.repeat(np.arange(len(rows)), counts)
+    inside = rows.step[owner - rows.distance] == rows.step[owner]
+    kept = np.bincount(owner[inside], minlength=len(rows))
+    views = []
+    for number in np.unique(rows.step[rows.step >= 0]).tolist():
+        chosen = np.flatnonzero(rows.step == number)
+        edges = inside & (rows.step[owner] == number)
+        first = np.flatnonzero(np.diff(rows.rank[chosen], prepend=-1))
+        begin = np.repeat(first, np.diff(np.append(first, len(chosen))))
+        view = replace(
+            rows,
+            **{name: getattr(rows, name)[chosen] for name in NODE_COLUMNS},
+            offsets=np.concatenate([[0], np.cumsum(kept[chosen])]),
+            distance=rows.distance[edges],
+            lags=None if rows.lags is None else rows.lags[edges],
+            far_row=rows.far_row[:0],
+            far_id=rows.far_id[:0],
+            far_lag=rows.far_lag[:0],
+        )
+        index = (np.arange(len(chosen)) - begin).astype(np.int32)
+        views.append((chosen, replace(view, index=index)))
+    return views

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import prismtrace as pt
 from prismcalib import synth
+from prismcalib.build import graph_from_trace
 from prismcalib.errors import (
     ClockError,
     CoverageError,
@@ -19,6 +21,8 @@ from prismcalib.errors import (
     StructureError,
 )
 from prismcalib.merging import merge
+from prismcalib.paths import critical_path
+from prismcalib.propagation import propagate
 from prismcalib.slices import SliceOptions
 from prismtrace.errors import FormatVersionError, InputFileError, ValidationError
 from prismtrace.schema import INDEX_BITS, ProcessGroup, SliceInfo, TraceHeader
@@ -212,6 +216,24 @@ def test_pooled_steps_get_one_value(tmp_path):
     assert per_step["x_spread_ns"][0] == max(observed[2:]) - min(observed[2:])
 
 
+def test_steps_of_a_slice_are_samples_of_the_one_step_of_the_bare_graph(tmp_path):
+    spec = synth.JobSpec(
+        pp=2, tp=1, dp=2, microbatches=2, steps=4, jitter=0, step_jitter=0, comm_jitter=0,
+        end_spread_ns=0, launch_gap_ns=0,
+    )  # fmt: skip
+    one = synth.generate(replace(spec, steps=1))
+    bare = synth.bare_graph(one)
+    paths = synth.cut_into_slices(spec, tmp_path, 1)
+    result = merge(paths, slices=SliceOptions(bare=bare))
+    for name in ("id", "start_ns", "dur_ns", "deps"):
+        assert result.nodes[name].equals(one.collect()[name]), name
+    assert result.nodes["x_spread_ns"].max() == 0
+    change(paths[1], replaced("kind", at(1, 3), "memcpy"))
+    merge(paths, slices=SliceOptions(bare=bare))  # the first step is warm-up
+    with pytest.raises(StructureError, match="rank 1 index 3 memcpy"):
+        merge(paths, slices=SliceOptions(bare=bare, warmup=0))
+
+
 def test_transfers_are_dropped_when_a_virtual_rank_comes_last(run, tmp_path):
     paths = synth.cut_into_slices(run, tmp_path, 1, repeats=2)
     late = pl.read_parquet(paths[0]).filter(~pl.col("real")).row(0, named=True)
@@ -312,6 +334,10 @@ def test_replicas_are_folded(folded):
     kept = truth.filter(pl.col("rank").is_in([0, 1, 4, 5]))
     assert result.nodes["start_ns"].equals(kept["start_ns"])
     assert result.header.symmetry == {2: 0, 3: 1, 6: 4, 7: 5}
+    # Whoever reads the result waits for the ranks that are there only.
+    assert critical_path(result.trace).length_ns == result.report.propagated_ns
+    graph, _ = graph_from_trace(result.trace)
+    assert propagate(graph).makespan_ns == result.report.propagated_ns
 
 
 def test_replicas_are_unfolded(folded):
