@@ -7,6 +7,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from prismcalib.commands_comm import comm_table, print_range
 from prismcalib.commands_compare import compare, health
 from prismcalib.commands_merge import merge
 from prismcalib.commands_report import report
@@ -161,6 +162,8 @@ def predict(
         )
     elif draws and not prediction.steps["step"].null_count():
         print(f"no spread: {prediction.why_no_spread}")
+    if prediction.estimates is not None:
+        print_range(prediction.estimates)
     window = max(prediction.window_ns, 1)
     print()
     table(
@@ -218,6 +221,7 @@ def check(
 
 
 app.command()(merge)
+app.command("comm-table")(comm_table)
 app.command("what-if", cls=EditCommand)(what_if)
 app.command()(compare)
 app.command()(health)

@@ -12,9 +12,10 @@ from prismtrace.console import print_json, progress, table
 if TYPE_CHECKING:
     from prismcalib.comm_costs import CostReport
     from prismcalib.comm_model import LinkFit
+    from prismcalib.estimates import EstimateRange
     from prismtrace.schema import Kind
 
-__all__ = ["comm_table", "print_costs"]
+__all__ = ["comm_table", "print_costs", "print_range"]
 
 
 def comm_table(
@@ -96,6 +97,21 @@ def print_costs(report: CostReport) -> None:
     if report.from_model:
         _print_fits(report.fits)
         print()
+
+
+def print_range(found: EstimateRange) -> None:
+    """How far a predicted step time may be off because of transfers that were not measured."""
+    from prismcalib.durations import format_ns
+
+    print()
+    rests = ", ".join(f"{share:.1%} on {name}" for name, share in found.shares.items())
+    print(
+        f"not all transfers were measured: the step lies between {format_ns(found.low_ns)} and "
+        f"{format_ns(found.high_ns)}"
+    )
+    print(f"of the critical path rests {rests or 'nothing on them'}")
+    for name, share in found.unknown.items():
+        print(f"how far {name} is off nobody knows: {share:.1%} of the path is taken as it is")
 
 
 def _print_fits(fits: tuple[LinkFit, ...]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import polars as pl
 
 from prismcalib.build import graph_from_trace
+from prismcalib.estimates import EstimateRange, estimate_range
 from prismcalib.paths import CriticalPath, calibrated_trace, inner_idle, stored_path
 from prismcalib.resampling import StepSpread, resample_steps, why_not_resampled
 from prismtrace.schema import LOCAL_KINDS
@@ -32,6 +33,10 @@ class Prediction:
             waiting for other ranks), gap_ns (nothing at all); they add up to the window.
         basis: share of the critical path that rests on each kind of knowledge, largest
             first; the shares add up to 1.
+        spread: quantiles of the step time from resampled steps, see `prismcalib.resampling`.
+        why_no_spread: why there is none.
+        estimates: how far the step time may be off because of transfers that were not measured;
+            None if all were.
     """
 
     window_ns: int
@@ -40,6 +45,7 @@ class Prediction:
     basis: dict[str, float]
     spread: StepSpread | None = None
     why_no_spread: str | None = None
+    estimates: EstimateRange | None = None
 
     @property
     def step_ns(self) -> int:
@@ -59,6 +65,7 @@ class Prediction:
             "basis": self.basis,
             "spread": None if self.spread is None else self.spread.as_dict(),
             "why_no_spread": self.why_no_spread,
+            "estimates": None if self.estimates is None else self.estimates.as_dict(),
         }
 
 
@@ -98,6 +105,7 @@ def predict(
         basis=_basis(path),
         spread=None if obstacle else resample_steps(graph, rows, draws=draws, seed=seed),
         why_no_spread=obstacle,
+        estimates=estimate_range(graph, rows, trace.header, path),
     )
 
 
