@@ -111,6 +111,8 @@ def _match_group(matcher: _Matcher, key: GroupKey, members: dict[int, list[int]]
     if numbered is None:
         way, numbered = "by-order", _by_order(matcher, key, sequences)
     if numbered is not None:
+        # One recorded member has met nobody, however well it is numbered.
+        way = way if len(sequences) > 1 else "alone"
         matcher.counts[f"matched-{way}"] += _store(matcher, key, sequences, numbered)
 
 

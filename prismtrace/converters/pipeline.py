@@ -76,7 +76,8 @@ class ConvertReport:
     groups: int
     steps: tuple[int, ...]
     matched: dict[str, int]
-    """How instances were found: by-comms-id, by-seq, by-order, p2p."""
+    """How the members of instances found each other: by-comms-id, by-seq, by-order, p2p; or
+    `alone`: only one member is in the inputs."""
     edges: dict[str, int]
     """Edges beside program order, by their source."""
     repairs: dict[str, int]

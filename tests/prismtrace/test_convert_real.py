@@ -202,7 +202,9 @@ def test_rank_not_found(kineto: Path, tmp_path: Path) -> None:
         convert(file, tmp_path / "run.parquet")
     assert str(file) in str(caught.value)
     assert "--rank rank_not_found.json.gz=N" in (caught.value.hint or "")
-    # With a rank it gets further: the job used NCCL, but the GPU was not profiled.
+    # What a rank does not mend is said at once: the job used NCCL, the GPU was not profiled.
+    assert "no GPU events" in str(caught.value)
+    assert "CUDA" in (caught.value.hint or "")
     with pytest.raises(InputFileError, match="no GPU events") as caught_next:
         convert(file, tmp_path / "run.parquet", ranks={file.name: 3})
     assert "CUDA" in (caught_next.value.hint or "")
@@ -236,6 +238,8 @@ def test_one_rank_of_a_cpu_job(kineto: Path, tmp_path: Path) -> None:
     trace, report = run(tmp_path, kineto / "edge-cases/cpu_only_rank-34.json.gz")
     assert (report.ranks, report.world_size, len(report.missing_ranks)) == ((34,), 300, 299)
     assert report.steps == (551, 552, 553, 554, 555)
+    # Numbered, but met by nobody.
+    assert report.matched == {"alone": 10}
     assert trace.nodes.filter(pl.col("group").is_not_null()).collect().height == 10
 
 

@@ -54,7 +54,7 @@ def test_computation_between_communications_is_one_span() -> None:
         {"start": 46, "dur": 4, "deps": [2]},
     )
     assert nodes.select("kind", "name", "start_ns", "dur_ns", "x_kernels", "x_busy_ns").rows() == [
-        ("compute", "at::long", 0, 35, 2, 30),
+        ("compute", "at::long +1 kernel", 0, 35, 2, 30),
         ("all_reduce", "k", 36, 9, 1, 9),
         ("compute", "k", 46, 4, 1, 4),
     ]
@@ -101,7 +101,18 @@ def test_copies_alone_stay_copies() -> None:
     nodes = spans(
         {"start": 0, **copy}, {"start": 2, **copy}, {"stream": "s9"}, {"stream": "s9", **copy}
     )
-    assert nodes.select("kind", "bytes").rows() == [("memcpy", 200), ("compute", None)]
+    assert nodes.select("kind", "bytes", "name").rows() == [
+        ("memcpy", 200, "k +1 copy"),
+        ("compute", None, "k +1 kernel"),
+    ]
+
+
+def test_a_span_is_named_by_what_takes_most_of_its_time() -> None:
+    entries = [{"start": 10 * k, "dur": 1, "name": "add"} for k in range(8)]
+    ops = issued(*entries, {"start": 90, "dur": 9, "name": "mm"})
+    nodes, _ = build_nodes(ops, grain="communication", unit="operator")
+    assert nodes["name"].to_list() == ["mm +8 operators"]
+    assert build_nodes(ops, grain="kernel")[0]["name"].to_list() == [*["add"] * 8, "mm"]
 
 
 def test_the_batch_of_a_coalesced_launch() -> None:

@@ -76,11 +76,14 @@ def find_rank(file: KinetoFile, given: int | None) -> int:
             return found.pop()
         if found:
             break
-    raise RankError(
-        "the file does not say which rank it is (no distributedInfo, no rank in its name)",
-        where=str(file.path),
-        hint=f"say it: --rank {file.path.name}=N",
-    )
+    silent = "the file does not say which rank it is (no distributedInfo, no rank in its name)"
+    say_it = f"say it: --rank {file.path.name}=N"
+    useless = _why_useless(file)
+    if useless is not None:
+        # Whoever only learned of the rank would look it up in vain.
+        problem, remedy = useless
+        silent, say_it = f"{problem}; besides, {silent}", f"{remedy}; then, if need be, {say_it}"
+    raise RankError(silent, where=str(file.path), hint=say_it)
 
 
 def convert_rank(
@@ -101,7 +104,8 @@ def convert_rank(
     ops = _operations(file, options, counts)
     annotate(ops, file, options.step_from, counts)
     extra = file.events.select("row", *[f"x_arg_{name}" for name in options.keep_args])
-    nodes, carried = build_nodes(ops, grain=options.grain, extra=extra)
+    unit = "kernel" if file.has_gpu else "operator"
+    nodes, carried = build_nodes(ops, grain=options.grain, unit=unit, extra=extra)
     with disk_errors(nodes_path.parent.parent):
         nodes.write_parquet(nodes_path, compression="lz4")
     return RankTrace(
@@ -139,19 +143,27 @@ def _operations(file: KinetoFile, options: RankOptions, counts: Counter[str]) ->
         issued = expand_batches(ops, carried)
         link(issued, file, counts)
         return issued
+    useless = _why_useless(file)
+    if useless is not None:
+        raise InputFileError(useless[0], where=str(file.path), hint=useless[1])
+    return host_operations(file, counts)
+
+
+def _why_useless(file: KinetoFile) -> tuple[str, str] | None:
+    """What no option can make good, and what to do; None if the file can be used."""
+    if file.has_gpu:
+        return None
     if file.events.filter(pl.col("name").str.starts_with("nccl:")).height:
-        raise InputFileError(
+        return (
             "the job communicates over NCCL but the file has no GPU events",
-            where=str(file.path),
-            hint="profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
+            "profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
         )
     if not file.events.filter(pl.col("cat") == "cpu_op").height:
-        raise InputFileError(
+        return (
             "the file has neither GPU events nor CPU operators",
-            where=str(file.path),
-            hint="was the profiler's schedule active while the job trained?",
+            "was the profiler's schedule active while the job trained?",
         )
-    return host_operations(file, counts)
+    return None
 
 
 def _compact(

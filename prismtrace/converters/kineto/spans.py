@@ -28,13 +28,14 @@ Grain = str
 
 
 def build_nodes(
-    ops: IssuedOps, *, grain: Grain, extra: pl.DataFrame | None = None
+    ops: IssuedOps, *, grain: Grain, unit: str = "kernel", extra: pl.DataFrame | None = None
 ) -> tuple[pl.DataFrame, list[tuple[int, CommOp]]]:
     """Turn one rank's operations into nodes.
 
     Args:
         ops: operations with deps, step and phase filled in.
         grain: ``communication`` or ``kernel``.
+        unit: what an operation is called in the name of a span of several.
         extra: at kernel grain, columns to attach by the source event (`row`).
 
     Returns:
@@ -46,7 +47,7 @@ def build_nodes(
     for index, positions in enumerate(members):
         for position in positions:
             node_of[position] = index
-    summaries = [_summary(ops, positions) for positions in members]
+    summaries = [_summary(ops, positions, unit) for positions in members]
     deps = [
         sorted(
             {
@@ -181,7 +182,7 @@ class _Summary:
     busy_ns: int
 
 
-def _summary(ops: IssuedOps, positions: Sequence[int]) -> _Summary:
+def _summary(ops: IssuedOps, positions: Sequence[int], unit: str) -> _Summary:
     first = positions[0]
     if len(positions) == 1:
         return _Summary(
@@ -199,11 +200,17 @@ def _summary(ops: IssuedOps, positions: Sequence[int]) -> _Summary:
     longest = max(sorted(time_by_name), key=lambda name: time_by_name[name])
     return _Summary(
         Kind.MEMCPY if copies else Kind.COMPUTE,
-        short_name(longest),
+        _span_name(short_name(longest), len(positions) - 1, "copy" if copies else unit),
         sum(size or 0 for size in sizes) if sizes else None,
         max(ops.end_ns(position) for position in positions),
         _union_ns(ops, positions),
     )
+
+
+def _span_name(longest: str, others: int, unit: str) -> str:
+    """A span of several operations must not pass for the one that takes most of its time."""
+    plural = "copies" if unit == "copy" else f"{unit}s"
+    return f"{longest} +{others} {unit if others == 1 else plural}"
 
 
 def _union_ns(ops: IssuedOps, positions: Sequence[int]) -> int:
