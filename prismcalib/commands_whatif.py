@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from prismtrace.console import print_json, progress, table
+from prismtrace.console import Command, print_json, progress, table
 
 if TYPE_CHECKING:
     from prismcalib.edits import Edit
@@ -31,7 +30,7 @@ _FLAGS = " ".join(_EDITS)
 _UNNAMED = "edited"
 
 
-class EditCommand(TyperCommand):
+class EditCommand(Command):
     """A command whose edits take one or two values and apply in the order they are written.
 
     The parser of options knows neither: it gets every edit as one value, with its number.

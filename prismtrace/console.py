@@ -22,13 +22,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import numbers
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from enum import StrEnum
+from pathlib import Path
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NoReturn,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.models import ArgumentInfo
 
 from prismtrace.errors import PrismError
 
@@ -37,7 +53,10 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 __all__ = [
+    "Command",
     "Progress",
+    "announce_output",
+    "counted",
     "emit",
     "new_app",
     "print_error",
@@ -45,6 +64,7 @@ __all__ = [
     "progress",
     "run",
     "table",
+    "warn_of_suffix",
 ]
 
 # Modules that come only with an extra: a missing one is the installation's fault, and the
@@ -58,14 +78,110 @@ _EXTRA_OF_MODULE = {
 }
 
 
+class Command(TyperCommand):
+    """A command whose help and complaints speak of its arguments, not of Python's types."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as Typer does, without the words that Pydantic puts before a message."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """`TRACE...` where Typer writes `{TRACE...}...`."""
+        pieces = super().collect_usage_pieces(ctx)
+        return [re.sub(r"^\{(.*?)(?:\.\.\.)?\}", r"\1", piece) for piece in pieces]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options, without types behind the names of arguments."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            name, text = record
+            if parameter.param_type_name == "argument":
+                sections["Arguments"].append((name.partition(" ")[0], text))
+            else:
+                sections["Options"].append((name, text))
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+class _Group(TyperGroup):
+    """A list of commands whose summaries are wrapped, not cut."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the name of every command and the first paragraph of its help."""
+        summaries = [
+            (name, " ".join((command.help or "").partition("\n\n")[0].split()))
+            for name in self.list_commands(ctx)
+            if (command := self.get_command(ctx, name)) is not None and not command.hidden
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(summaries)
+
+
+class _App(typer.Typer):
+    """An application whose help keeps examples on one line, to be copied."""
+
+    def command(self, name: str | None = None, **settings: Any) -> Any:
+        settings = {"cls": Command, **settings}
+
+        def register(function: Any) -> Any:
+            text = inspect.getdoc(function) or ""
+            # Click leaves the lines of a paragraph alone that begins with this character.
+            kept = re.sub(r"^(?=Example: )", "\b\n", text, flags=re.MULTILINE)
+            _name_values(function)
+            return typer.Typer.command(self, name, **{"help": kept, **settings})(function)
+
+        return register
+
+
+_VALUE_NAMES = {Path: "FILE", int: "N", float: "NUMBER", str: "TEXT"}
+
+
+def _name_values(function: Any) -> None:
+    """Give every argument and option of a command a name for its value, unless it has one."""
+    # Evaluated here and kept: Typer would make descriptions of its own from the text.
+    function.__annotations__ = get_type_hints(function, include_extras=True)
+    for name, annotation in function.__annotations__.items():
+        if get_origin(annotation) is not Annotated:
+            continue
+        kind, described = get_args(annotation)[:2]
+        if described.metavar is not None:
+            continue
+        if isinstance(described, ArgumentInfo):
+            described.metavar = name.upper() + ("..." if get_origin(kind) is list else "")
+            continue
+        if get_origin(kind) is UnionType:
+            kind = get_args(kind)[0]
+        if get_origin(kind) is list:
+            kind = get_args(kind)[0]
+        if issubclass(kind, StrEnum):
+            described.metavar = "|".join(kind)
+        else:
+            described.metavar = _VALUE_NAMES.get(kind)
+
+
 def new_app(help: str) -> typer.Typer:
-    """A typer application with the settings and the `--version` flag all commands share."""
-    app = typer.Typer(
+    """A typer application with the settings and the `--version` flag all commands share.
+
+    Help is plain text: a table of Rich squeezes explanations into a narrow column and cuts
+    examples.
+    """
+    app = _App(
+        cls=_Group,
         help=help,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
 
     @app.callback()
@@ -123,7 +239,11 @@ def run(app: typer.Typer) -> NoReturn:
         )
         code = 1
     except OSError as error:
-        _print_failure(error.strerror or str(error), where=error.filename)
+        _print_failure(
+            error.strerror or str(error),
+            where=error.filename,
+            hint="check the path" if isinstance(error, FileNotFoundError) else None,
+        )
         code = 1
     except MemoryError:
         _print_failure("out of memory", hint="use fewer --jobs, or convert fewer ranks at a time")
@@ -155,6 +275,34 @@ def _print_failure(message: str, *, where: object = None, hint: str | None = Non
     # A terminal that is gone is no reason for a second failure.
     with contextlib.suppress(OSError, ValueError):
         print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 group`, `2 groups`, `1,000 copies`."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def announce_output(path: str | os.PathLike[str]) -> None:
+    """The last line of a command that wrote a file: where it is and how large."""
+    size = float(Path(path).stat().st_size)
+    unit = "bytes"
+    for larger in ("kB", "MB", "GB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    digits = 0 if unit == "bytes" else 1
+    print(f"wrote {os.fspath(path)} ({size:,.{digits}f} {unit})")
+
+
+def warn_of_suffix(path: str | os.PathLike[str], suffix: str = ".parquet") -> None:
+    """Say on stderr that folders will not show a file that is named otherwise."""
+    if not os.fspath(path).endswith(suffix):
+        print(
+            f"warning: {os.fspath(path)} does not end in {suffix}: it can be opened by name, but "
+            "not as part of a folder",
+            file=sys.stderr,
+        )
 
 
 def emit(obj: object, *, json: bool) -> None:

@@ -111,6 +111,24 @@ def test_every_command_and_flag_has_help():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_help_speaks_of_values_not_of_types(name, run_command):
+    for words, _ in _all_commands():
+        if words.startswith(name) and words != name:
+            shown = run_command(*words.split(), "--help").stdout
+            assert re.findall(r"<(?:bool|int|str|float|path|file|list)[^>]*>|\{\w", shown) == [], (
+                words
+            )
+
+
+def test_examples_are_shown_whole(run_command):
+    for words, command in _all_commands():
+        examples = re.findall(r"^Example: .*", command.help or "", re.MULTILINE)
+        if examples:
+            shown = run_command(*words.split(), "--help").stdout
+            assert all(example in shown for example in examples)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_exit_codes_of_usage(name, run_command):
     assert run_command(name, "--help").returncode == 0
     assert run_command(name, "--version").stdout.startswith("prismllm ")
