@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prismtrace.console import Command, print_json, progress, table
+from prismtrace.console import print_json, progress, table
+from prismtrace.help_text import Command
 
 if TYPE_CHECKING:
     from prismcalib.edits import Edit

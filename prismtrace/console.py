@@ -22,38 +22,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import numbers
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
-from types import UnionType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Literal,
-    NoReturn,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperGroup
-from typer.models import ArgumentInfo
 
 from prismtrace.errors import PrismError
+from prismtrace.help_text import App, CommandList
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
 __all__ = [
-    "Command",
     "Progress",
     "announce_output",
     "counted",
@@ -78,104 +63,14 @@ _EXTRA_OF_MODULE = {
 }
 
 
-class Command(TyperCommand):
-    """A command whose help and complaints speak of its arguments, not of Python's types."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as Typer does, without the words that Pydantic puts before a message."""
-        try:
-            return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            error.message = error.message.removeprefix("Value error, ")
-            raise
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """`TRACE...` where Typer writes `{TRACE...}...`."""
-        pieces = super().collect_usage_pieces(ctx)
-        return [re.sub(r"^\{(.*?)(?:\.\.\.)?\}", r"\1", piece) for piece in pieces]
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments and options, without types behind the names of arguments."""
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is None:
-                continue
-            name, text = record
-            if parameter.param_type_name == "argument":
-                sections["Arguments"].append((name.partition(" ")[0], text))
-            else:
-                sections["Options"].append((name, text))
-        for title, records in sections.items():
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
-
-
-class _Group(TyperGroup):
-    """A list of commands whose summaries are wrapped, not cut."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the name of every command and the first paragraph of its help."""
-        summaries = [
-            (name, " ".join((command.help or "").partition("\n\n")[0].split()))
-            for name in self.list_commands(ctx)
-            if (command := self.get_command(ctx, name)) is not None and not command.hidden
-        ]
-        with formatter.section("Commands"):
-            formatter.write_dl(summaries)
-
-
-class _App(typer.Typer):
-    """An application whose help keeps examples on one line, to be copied."""
-
-    def command(self, name: str | None = None, **settings: Any) -> Any:
-        settings = {"cls": Command, **settings}
-
-        def register(function: Any) -> Any:
-            text = inspect.getdoc(function) or ""
-            # Click leaves the lines of a paragraph alone that begins with this character.
-            kept = re.sub(r"^(?=Example: )", "\b\n", text, flags=re.MULTILINE)
-            _name_values(function)
-            return typer.Typer.command(self, name, **{"help": kept, **settings})(function)
-
-        return register
-
-
-_VALUE_NAMES = {Path: "FILE", int: "N", float: "NUMBER", str: "TEXT"}
-
-
-def _name_values(function: Any) -> None:
-    """Give every argument and option of a command a name for its value, unless it has one."""
-    # Evaluated here and kept: Typer would make descriptions of its own from the text.
-    function.__annotations__ = get_type_hints(function, include_extras=True)
-    for name, annotation in function.__annotations__.items():
-        if get_origin(annotation) is not Annotated:
-            continue
-        kind, described = get_args(annotation)[:2]
-        if described.metavar is not None:
-            continue
-        if isinstance(described, ArgumentInfo):
-            described.metavar = name.upper() + ("..." if get_origin(kind) is list else "")
-            continue
-        if get_origin(kind) is UnionType:
-            kind = get_args(kind)[0]
-        if get_origin(kind) is list:
-            kind = get_args(kind)[0]
-        if issubclass(kind, StrEnum):
-            described.metavar = "|".join(kind)
-        else:
-            described.metavar = _VALUE_NAMES.get(kind)
-
-
 def new_app(help: str) -> typer.Typer:
     """A typer application with the settings and the `--version` flag all commands share.
 
     Help is plain text: a table of Rich squeezes explanations into a narrow column and cuts
     examples.
     """
-    app = _App(
-        cls=_Group,
+    app = App(
+        cls=CommandList,
         help=help,
         no_args_is_help=True,
         add_completion=False,
