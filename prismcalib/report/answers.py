@@ -115,7 +115,8 @@ def stragglers_section(summary: RunSummary) -> str:
     """What uneven ranks, stages and kinds cost, and likely causes."""
     report = summary.stragglers
     if report is None:
-        return f'<p class="empty">{escape(summary.stragglers_absent)}</p>' + _slow_ranks(summary)
+        reason = f'<p class="empty">{escape(summary.stragglers_absent)}</p>'
+        return reason + _late_ranks(summary) + _slow_ranks(summary)
     reading = about_text(
         f"Computed anew with every operation as long as on its peers, a step would take "
         f"{ns_text(float(report.ideal_ns.mean()))} instead of "
@@ -160,7 +161,28 @@ def stragglers_section(summary: RunSummary) -> str:
         )
         for by, parts in report.parts.items()
     ]
-    return f'{reading}{causes}<div class="columns">{"".join(tables)}</div>{_slow_ranks(summary)}'
+    parts = f'<div class="columns">{"".join(tables)}</div>'
+    return reading + causes + parts + _late_ranks(summary) + _slow_ranks(summary)
+
+
+def _late_ranks(summary: RunSummary) -> str:
+    late = summary.late
+    if late is None or not late.wait_ns:
+        return ""
+    return render_table(
+        late.sentence,
+        ("rank", "", "of all waiting", "waiting caused", "arrived last"),
+        [
+            (
+                str(rank),
+                Bar((("wait", share),)),
+                percent(share),
+                ns_text(caused),
+                Number(f"{last:,}"),
+            )
+            for rank, last, caused, share in late.ranks.head(8).rows()
+        ],
+    )
 
 
 def _slow_ranks(summary: RunSummary) -> str:

@@ -60,7 +60,8 @@ def conclude(
         headline = _transfer_sentence(path, header)
     else:
         headline = _compute_sentence(path, ranks, pipeline)
-    return Conclusion(headline, tuple(_notes(ranks, pipeline, traffic, path.length_ns)))
+    notes = _notes(ranks, pipeline, traffic, path.length_ns) + _reservations(path)
+    return Conclusion(headline, tuple(notes))
 
 
 def _idle_sentence(path: CriticalPath, share: float, pipeline: Pipeline | None) -> str:
@@ -151,6 +152,17 @@ def _notes(
             f"Most waiting is in {kind} of {family}: {_percent(share)} of its ranks' time."
         )
     return notes
+
+
+def _reservations(path: CriticalPath) -> list[str]:
+    """What of the path was not measured, when that is more than a trifle."""
+    source = pl.col("transfer_source")
+    supposed = path.segments.filter(source.is_not_null() & (source != "measured"))
+    share = int(supposed["busy_ns"].sum()) / max(path.length_ns, 1)
+    if share < 0.01:
+        return []
+    sources = ", ".join(sorted(supposed["transfer_source"].unique()))
+    return [f"{_percent(share)} of the critical path are transfers not measured: {sources}."]
 
 
 def _where(times: pl.DataFrame, pipeline: Pipeline | None) -> str:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from prismcalib.errors import MergeInputError
+from prismcalib.lateness import Lateness, find_late_ranks
 from prismcalib.paths import CriticalPath, calibrated_trace
+from prismcalib.prediction import Prediction, predict
 from prismcalib.report.conclusion import Conclusion, conclude
 from prismcalib.report.grids import Grid
 from prismcalib.report.scan import Extent, extent_of, scan
@@ -41,6 +43,9 @@ CELLS = 2**21
 STRAGGLER_ROWS = 2_000_000
 """Simulating stragglers needs the whole graph in memory: some 500 bytes a row."""
 
+RESAMPLED_ROWS = 200_000
+"""Resampling steps propagates the graph hundreds of times."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunSummary:
@@ -70,6 +75,9 @@ class RunSummary:
         stragglers: what uneven ranks cost, and likely causes; None where `stragglers_absent` says
             why.
         stragglers_absent: empty, or why nothing was simulated.
+        late: whom the others wait for; None where stragglers are absent for the trace's size.
+        prediction: quantiles of the step time, and what estimated transfers leave open; None for
+            traces of more than `RESAMPLED_ROWS` rows.
         memory: None if the trace does not tell.
         virtual_rows: rows that no real rank measured.
         grids: what every rank does when.
@@ -89,6 +97,8 @@ class RunSummary:
     sources: pl.DataFrame
     stragglers: StragglerReport | None
     stragglers_absent: str
+    late: Lateness | None
+    prediction: Prediction | None
     memory: Memory | None
     virtual_rows: int
     grids: tuple[Grid, ...]
@@ -126,6 +136,8 @@ class RunSummary:
             "transfer_sources": self.sources.to_dicts(),
             "stragglers": None if self.stragglers is None else self.stragglers.as_dict(),
             "stragglers_absent": self.stragglers_absent,
+            "waited_for": None if self.late is None else self.late.ranks.to_dicts(),
+            "prediction": None if self.prediction is None else self.prediction.as_dict(),
             "memory": None
             if memory is None
             else dict(zip(memory.names, memory.levels.max(axis=1).tolist(), strict=True)),
@@ -167,7 +179,8 @@ def describe_run(
     ranks = ranks_table(counted.ranks, path, stage_of)
     pipeline = None if stage_of is None else pipeline_of(stage_of, ranks, counted, extent)
     traffic = traffic_table(counted, header, extent)
-    stragglers, absent = _stragglers(trace, int(extent.rows.sum()), straggler_rows)
+    rows = int(extent.rows.sum())
+    stragglers, absent = _stragglers(trace, rows, straggler_rows)
     return RunSummary(
         header=header,
         extent=extent,
@@ -183,6 +196,8 @@ def describe_run(
         sources=counted.sources.with_columns(pl.col("transfer_source").cast(pl.String)),
         stragglers=stragglers,
         stragglers_absent=absent,
+        late=find_late_ranks(trace) if rows <= straggler_rows else None,
+        prediction=predict(trace) if rows <= RESAMPLED_ROWS else None,
         memory=memory_of(counted.memory_bytes, extent, pipeline),
         virtual_rows=counted.virtual_rows,
         grids=counted.grids,

@@ -102,7 +102,7 @@ def _steps(summary: RunSummary) -> str:
         "last end over all ranks."
         + (f" The first 64 of {steps.height} steps." if steps.height > 64 else "")
     )
-    return reading + render_table(
+    table = render_table(
         f"step times, median {ns_text(summary.step_ns)}",
         ("step", "", "time", "against the median"),
         [
@@ -115,6 +115,36 @@ def _steps(summary: RunSummary) -> str:
             for step, duration in shown.rows()
         ],
     )
+    return reading + table + _spread(summary)
+
+
+def _spread(summary: RunSummary) -> str:
+    """Quantiles of the step time, and what estimated transfers leave open, where known."""
+    prediction = summary.prediction
+    if prediction is None:
+        return ""
+    html = ""
+    if prediction.spread is not None:
+        spread = prediction.spread
+        html += render_table(
+            f"step time to expect, from {spread.observed_steps} steps shuffled per rank",
+            ("quantile", "step time", "90 % sure between"),
+            [
+                (
+                    f"p{round(100 * quantile.level)}",
+                    ns_text(quantile.ns),
+                    f"{ns_text(quantile.low_ns)} and {ns_text(quantile.high_ns)}",
+                )
+                for quantile in spread.quantiles
+            ],
+        )
+    if prediction.estimates is not None:
+        estimates = prediction.estimates
+        html += about_text(
+            f"Transfers that were not measured leave the step time between "
+            f"{ns_text(estimates.low_ns)} and {ns_text(estimates.high_ns)}."
+        )
+    return f'<div class="narrow">{html}</div>' if html else ""
 
 
 def _memory(summary: RunSummary) -> str:

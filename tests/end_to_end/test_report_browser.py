@@ -24,7 +24,11 @@ from prismcalib.merging import merge
 from prismcalib.report import write_report
 from prismtrace.converters import convert
 
-Image = pytest.importorskip("PIL.Image", reason="needs Pillow (part of the dev extra)")
+REQUIRED = os.environ.get("PRISM_REQUIRE_BROWSER") == "1"
+if REQUIRED:
+    from PIL import Image
+else:
+    Image = pytest.importorskip("PIL.Image", reason="needs Pillow (part of the dev extra)")
 
 # No service of the browser's own may use the network or a profile of the user.
 FLAGS = (
@@ -43,7 +47,7 @@ def browser() -> Callable[..., str]:
     program = next((found for name in names if (found := shutil.which(name))), None)
     if program is None:
         reason = "no Chromium found (Debian: apt-get install chromium)"
-        if os.environ.get("PRISM_REQUIRE_BROWSER") == "1":
+        if REQUIRED:
             pytest.fail(reason)
         pytest.skip(reason)
 
@@ -107,6 +111,10 @@ def shot(browser, page: Path, target: Path, *flags: str, hash: str = "") -> np.n
     return np.asarray(Image.open(target).convert("RGB")).astype(int)
 
 
+def colours_in(picture: np.ndarray) -> int:
+    return len(np.unique(picture @ [65536, 256, 1]))
+
+
 def colour_share(picture: np.ndarray, colour: str) -> float:
     """Share of the pixels of a colour, nearly."""
     wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
@@ -119,9 +127,7 @@ def test_scripts_run_and_tables_are_filled(pages, browser, ranks):
     assert 'data-timeline="ready"' in dom
     assert "data-script-error" not in dom
     assert "whole window" in re.search(r'<output id="shown">(.*?)</output>', dom)[1]
-    assert (
-        '<canvas id="map" hidden=""' in re.sub(r' (tabindex|role|aria-label)="[^"]*"', "", dom)
-    ) == (ranks == 8)
+    assert (" hidden" in re.search(r'<canvas id="map"[^>]*>', dom)[0]) == (ranks == 8)
     tables = Tables(dom).cells
     assert len(tables) >= 12
     assert min(tables.values()) > 0
@@ -132,7 +138,7 @@ def test_scripts_run_and_tables_are_filled(pages, browser, ranks):
 def test_the_picture_is_not_blank(pages, browser, ranks, tmp_path):
     picture = shot(browser, pages[ranks], tmp_path / "light.png", LIGHT)
     assert picture.mean() > 128
-    assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 100
+    assert colours_in(picture) > 100
     style = pages[ranks].read_text("utf-8")
     colours = dict(re.findall(r"--([\w-]+): (#\w{6})", style.partition("@media")[0]))
     # The timeline shows what the numbers say: both computing and waiting in plain sight.
@@ -142,7 +148,7 @@ def test_the_picture_is_not_blank(pages, browser, ranks, tmp_path):
         assert colour_share(picture, colours["inner-idle"]) > 0.004
     dark = shot(browser, pages[ranks], tmp_path / "dark.png", DARK)
     assert dark.mean() < 110
-    assert len(np.unique(dark.reshape(-1, 3), axis=0)) > 100
+    assert colours_in(dark) > 100
 
 
 def test_zooming_changes_the_picture(pages, browser, tmp_path):

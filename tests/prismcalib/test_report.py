@@ -27,7 +27,7 @@ from prismcalib.report.encode import encode_timeline, leb128
 from prismcalib.report.grids import LEVELS, GridShape, GridWriter, grid_shapes
 from prismcalib.report.lanes import choose_ranks, read_lanes
 from prismcalib.report.page import render_page
-from prismcalib.report.scan import extent_of, scan
+from prismcalib.report.scan import PARTS, extent_of, scan
 from prismcalib.report.stages import pipeline_stages
 from prismcalib.report.tables import others_median
 from prismcalib.report.trail import marked_path
@@ -160,11 +160,9 @@ def test_times_are_those_of_predict(calibrated):
         )
     )
     assert whole.to_series().to_list() == [window] * ranks.height
-    busy = ranks.select(
-        "rank", busy_ns=pl.sum_horizontal("compute_ns", "inner_idle_ns", "transfer_ns")
-    )
-    assert busy.equals(predicted.ranks.select("rank", "busy_ns"))
-    assert ranks.select("wait_ns", "gap_ns").equals(predicted.ranks.select("wait_ns", "gap_ns"))
+    parts = ranks.select("rank", *(f"{part}_ns" for part in PARTS), "gap_ns")
+    assert parts.equals(predicted.ranks)
+    assert summary.basis == pytest.approx(predicted.basis)
     assert summary.steps.equals(predicted.steps.select("step", "duration_ns"))
 
 
@@ -345,6 +343,18 @@ def test_unknown_partners_come_first():
     assert "partners were not recorded" in summary.conclusion.headline
     assert summary.basis["communication without partners, as recorded"] == pytest.approx(0.9)
     assert render_page(trace, summary)
+
+
+def test_transfers_that_nobody_measured_are_mentioned(pipeline):
+    model = pl.lit("model").cast(node_schema()["transfer_source"])
+    changed = pl.when(pl.col("transfer_source").is_not_null()).then(model)
+    trace = replace(pipeline, nodes=pipeline.nodes.with_columns(transfer_source=changed))
+    summary = describe_run(trace)
+    assert (
+        summary.conclusion.notes[-1]
+        == "10 % of the critical path are transfers not measured: model."
+    )
+    assert "transfer, model" in summary.basis
 
 
 # --- lanes and their bytes --------------------------------------------------------------------
