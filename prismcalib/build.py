@@ -206,7 +206,7 @@ def require_all_members(graph: Graph, rows: pl.DataFrame, header: TraceHeader) -
     more = f"; {len(short) - 1} more operations lack members" if len(short) > 1 else ""
     raise MissingMemberError(
         f"{node['kind']} seen on {len(found)} of {graph.instance_size[short[0]]} ranks{more}",
-        where=f"group={group.name} seq={node['seq']} missing ranks={absent}",
+        where=f"group={group.name} seq={node['seq']} missing ranks={format_ranks(absent)}",
         hint="these ranks were recorded over a shorter window: "
         "record all ranks over the same steps",
         instance=int(short[0]),

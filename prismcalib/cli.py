@@ -7,13 +7,13 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from prismcalib.commands_comm import comm_table, print_range
+from prismcalib.commands_comm import coarsen, comm_table, print_range
 from prismcalib.commands_compare import compare, health
 from prismcalib.commands_merge import merge
 from prismcalib.commands_report import report
 from prismcalib.commands_stragglers import stragglers
 from prismcalib.commands_whatif import EditCommand, what_if
-from prismtrace.console import new_app, print_json, progress, run, table
+from prismtrace.console import counted, new_app, print_json, progress, run, table
 
 app = new_app("From recorded ranks to one true timeline, and what it says about the run.")
 
@@ -195,7 +195,13 @@ def check(
 
     import numpy as np
 
-    from prismcalib.build import require_all_members, sorted_rows, structure_graph
+    from prismcalib.build import (
+        require_all_members,
+        require_all_ranks,
+        sorted_rows,
+        structure_graph,
+    )
+    from prismcalib.errors import MissingMemberError
     from prismcalib.propagation import propagate
     from prismtrace.trace import open_trace
 
@@ -203,7 +209,12 @@ def check(
         opened = open_trace(trace)
         rows = sorted_rows(opened)
         graph = structure_graph(rows, opened.header)
-        require_all_members(graph, rows, opened.header)
+        try:
+            require_all_members(graph, rows, opened.header)
+        except MissingMemberError:
+            # Where whole ranks are absent, that is the news.
+            require_all_ranks(rows, opened.header)
+            raise
         # With durations of 1 the makespan is the number of rows on the longest chain.
         chain = propagate(replace(graph, duration_ns=np.ones(graph.rows, np.int64))).makespan_ns
     summary = {
@@ -216,12 +227,22 @@ def check(
     if json:
         print_json(summary)
     else:
-        names = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in summary.items())
-        print(f"no cycle, no member missing: {names}")
+        counts = ", ".join(
+            counted(summary[name], noun)
+            for name, noun in (
+                ("ranks", "rank"),
+                ("rows", "row"),
+                ("deps", "dependency"),
+                ("instances", "matched communication"),
+            )
+        )
+        chain_text = counted(chain, "row")
+        print(f"no cycle, no member missing: {counts}, the longest chain has {chain_text}")
 
 
 app.command()(merge)
 app.command("comm-table")(comm_table)
+app.command()(coarsen)
 app.command("what-if", cls=EditCommand)(what_if)
 app.command()(compare)
 app.command()(health)

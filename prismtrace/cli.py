@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from prismtrace import console
 
 if TYPE_CHECKING:
-    from prismtrace.converters import ConvertReport
-    from prismtrace.info import TraceInfo
     from prismtrace.trace import Trace
 
 __all__ = ["app", "main"]
@@ -90,13 +88,20 @@ def convert(
     grain: Annotated[
         Grain,
         typer.Option(
-            help="communication: one node per communication and per computation between two of"
-            " them. kernel: one node per GPU kernel."
+            help="communication: one node per communication, and one for all that a stream computes"
+            " between two of them. It is what merge and its questions need. kernel: one node per GPU"
+            " kernel, to see which kernel the time goes to; the trace has many times more rows."
         ),
     ] = Grain.COMMUNICATION,
     jobs: Annotated[
         int,
-        typer.Option("--jobs", "-j", min=0, help="Files to read at the same time; 0: all cores."),
+        typer.Option(
+            "--jobs",
+            "-j",
+            min=0,
+            help="Files to read at the same time; 0: as many as there are cores. Each takes memory"
+            " of its own and a moment to start: worth it for large files.",
+        ),
     ] = 1,
     rank: Annotated[
         list[str] | None,
@@ -127,15 +132,17 @@ def convert(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help='Process groups that the traces do not name, as JSON: {"tp_0": "0-7"}.',
+            help="Process groups that the traces do not name: a JSON file of names and global ranks"
+            ' (those of the whole job, in group order), e.g. {"tp_0": "0-7", "tp_1": "8-15"}.',
         ),
     ] = None,
     keep_arg: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Keep an argument of kernels as a column x_arg_NAME (with --grain kernel), e.g."
-            " --keep-arg 'queued' (repeatable).",
+            help="Keep something that the profiler notes with each kernel, and a viewer shows as its"
+            " arguments, as a column x_arg_NAME for questions of your own; with --grain kernel, e.g."
+            " --keep-arg 'registers per thread' (repeatable).",
         ),
     ] = None,
     unmatched: Annotated[
@@ -168,8 +175,10 @@ def convert(
     """
     from prismtrace.converters import convert as convert_files
     from prismtrace.converters.pipeline import expand_inputs
+    from prismtrace.printing import print_conversion
 
     files = expand_inputs(inputs)
+    console.warn_of_suffix(output)
     _check_comm_kernels(comm_kernel or [])
     size = sum(file.stat().st_size for file in files)
     with console.progress("converting", total=size, unit="bytes") as bar:
@@ -192,7 +201,8 @@ def convert(
     if json:
         console.print_json(report.to_dict())
     else:
-        _print_report(report)
+        print_conversion(report)
+        console.announce_output(output)
 
 
 def _ranks_of_files(given: list[str], files: list[str]) -> dict[str, int]:
@@ -224,23 +234,6 @@ def _check_comm_kernels(rules: list[str]) -> None:
         raise typer.BadParameter(error.message + hint, param_hint="--comm-kernel") from error
 
 
-def _print_report(report: ConvertReport) -> None:
-    from prismtrace.ranks import format_ranks
-
-    print(f"wrote {report.output}")
-    facts: list[tuple[str, object]] = [
-        ("ranks", f"{format_ranks(report.ranks)} of {report.world_size}"),
-        ("nodes", f"{report.nodes} from {report.events} events"),
-        ("groups", report.groups),
-        ("steps", format_ranks(report.steps) or "none marked"),
-    ]
-    if report.missing_ranks:
-        facts.insert(1, ("not given", f"ranks {format_ranks(report.missing_ranks)}"))
-    _print_facts(facts)
-    _table("matched sync instances", ["found", "instances"], list(report.matched.items()))
-    _table("repairs and assumptions", ["policy", "times"], list(report.repairs.items()))
-
-
 # --- info -----------------------------------------------------------------------------
 
 
@@ -251,94 +244,13 @@ def info(trace: TraceArgument, json: JsonFlag = False) -> None:
     Example: prismtrace info run.parquet
     """
     from prismtrace.info import summarize
+    from prismtrace.printing import print_info
 
     summary = summarize(_open(trace))
     if json:
         console.print_json(summary)
     else:
-        _print_info(summary)
-
-
-MOST_LINES = 16
-"""Rows of a table before the rest is only counted; --json has them all."""
-
-
-def _print_info(info: TraceInfo) -> None:
-    from prismtrace.ranks import format_ranks
-
-    header = info.header
-    facts: list[tuple[str, object]] = [
-        ("files", f"{len(info.files)}, {info.file_bytes:,} bytes"),
-        ("kind", f"{header.kind}, format {header.format_version}"),
-        ("ranks", f"{format_ranks(header.ranks)} of {header.world_size}"),
-        ("nodes", info.nodes),
-    ]
-    if info.window_ns is not None:
-        facts.append(("time", f"{_ms(info.window_ns):,.3f} ms from first start to last end"))
-    facts += [(name, f"{size}") for name, size in header.axes.items()]
-    if info.critical:
-        facts.append(("critical path", f"{info.critical} nodes"))
-    facts += [("clock", _clock_text(domain)) for domain in header.clock[:MOST_LINES]]
-    facts += [("written by", header.created_by)] if header.created_by else []
-    _print_facts(facts)
-    _print_tables(info)
-
-
-def _print_facts(facts: list[tuple[str, object]]) -> None:
-    for name, value in facts:
-        print(f"{name + ':':<14} {value}")
-
-
-def _clock_text(domain: Any) -> str:
-    from prismtrace.ranks import format_ranks
-
-    offset = "offset unknown" if domain.offset_ns is None else f"offset {domain.offset_ns} ns"
-    return f"{domain.source}, ranks {format_ranks(domain.ranks)}, {offset}"
-
-
-def _print_tables(info: TraceInfo) -> None:
-    _table(
-        "kinds",
-        ["kind", "nodes", "total ms", "wait ms", "MB", "unmatched"],
-        [
-            [k.kind, k.nodes, _ms(k.dur_ns), _ms(k.wait_ns), k.bytes and k.bytes / 1e6, k.unmatched]
-            for k in info.kinds
-        ],
-    )
-    _table(
-        "groups",
-        ["id", "name", "description", "ranks", "nodes"],
-        [[g.id, g.name, g.desc, g.ranks, g.nodes] for g in info.groups],
-    )
-    _table(
-        "steps",
-        ["step", "nodes", "ms"],
-        [[s.step, s.nodes, _span_ms(s.start_ns, s.end_ns)] for s in info.steps],
-    )
-    _table(
-        "ranks",
-        ["rank", "nodes", "ms"],
-        [[r.rank, r.nodes, _span_ms(r.start_ns, r.end_ns)] for r in info.ranks],
-    )
-    _table("streams", ["stream", "in the source"], [[n, s] for n, s in info.header.streams.items()])
-    _table("repairs and assumptions", ["policy", "times"], list(info.header.policies.items()))
-
-
-def _table(title: str, columns: list[str], rows: list[Any]) -> None:
-    if not rows:
-        return
-    print()
-    console.table(title, columns, rows[:MOST_LINES])
-    if len(rows) > MOST_LINES:
-        print(f"... and {len(rows) - MOST_LINES} more (--json lists all)")
-
-
-def _ms(time_ns: int | None) -> float | None:
-    return None if time_ns is None else time_ns / 1e6
-
-
-def _span_ms(start_ns: int | None, end_ns: int | None) -> float | None:
-    return None if start_ns is None or end_ns is None else (end_ns - start_ns) / 1e6
+        print_info(summary)
 
 
 # --- validate -------------------------------------------------------------------------
@@ -367,7 +279,9 @@ def validate(
         for violation in violations:
             print(violation)
         warnings = len(violations) - errors
-        print(f"{errors} rules broken, {warnings} warnings" if violations else "valid")
+        broken = console.counted(errors, "rule") + " broken"
+        told = f"{broken}, {console.counted(warnings, 'warning')}"
+        print(told if violations else "valid")
     raise typer.Exit(1 if errors else 0)
 
 
@@ -437,6 +351,7 @@ def export(
     rows = opened.nodes.select(pl.len()).collect().item()
     with console.progress(f"exporting to {to.value}", total=rows) as bar:
         export_trace(opened, output, to=to.value, advance=bar.advance)
+    console.announce_output(output)
 
 
 def _chosen_ranks(text: str, trace: Trace) -> tuple[int, ...]:

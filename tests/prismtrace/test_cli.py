@@ -209,8 +209,9 @@ def test_convert_reports_what_it_did(data_dir, tmp_path):
     words = ["convert", data_dir / "kineto" / "dlrm8", "-o", tmp_path / "run.parquet"]
     done = call(*words)
     assert done.exit_code == 0, done.stderr
-    assert done.stdout.startswith(f"wrote {tmp_path / 'run.parquet'}\n")
+    assert done.stdout.splitlines()[-1].startswith(f"wrote {tmp_path / 'run.parquet'} (")
     assert "0-7 of 8" in done.stdout
+    assert "1 (number 10)" in done.stdout
     report = json.loads(call(*words, "--grain", "kernel", "--json").stdout)
     assert (report["world_size"], report["steps"]) == (8, [10])
     assert sum(report["matched"].values()) == 8
