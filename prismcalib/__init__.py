@@ -16,11 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prismcalib.build import graph_from_trace
+    from prismcalib.coarsening import Coarse, CoarsenReport, coarsen
+    from prismcalib.comm_table import CommTable, read_comm_logs
     from prismcalib.comparing import Comparison, compare
     from prismcalib.edits import Drop, Scale, ScaleGaps, SetDuration, SwapDurations, read_scenarios
     from prismcalib.errors import (
         CalibError,
         ClockError,
+        CoarsenError,
+        CommLogError,
         ComparisonError,
         CoverageError,
         CycleError,
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
         ScenarioError,
         StructureError,
     )
+    from prismcalib.estimates import EstimateRange
     from prismcalib.graph import Graph
     from prismcalib.health import Finding, Health, device_health
     from prismcalib.merging import MergeReport, MergeResult, merge
@@ -55,12 +60,18 @@ __all__ = [
     "BatchTiming",
     "CalibError",
     "ClockError",
+    "Coarse",
+    "CoarsenError",
+    "CoarsenReport",
+    "CommLogError",
+    "CommTable",
     "Comparison",
     "ComparisonError",
     "CoverageError",
     "CriticalPath",
     "CycleError",
     "Drop",
+    "EstimateRange",
     "Finding",
     "Graph",
     "Health",
@@ -86,6 +97,7 @@ __all__ = [
     "Timing",
     "WaitRules",
     "WhatIf",
+    "coarsen",
     "compare",
     "critical_path",
     "critical_rows",
@@ -97,6 +109,7 @@ __all__ = [
     "predict",
     "propagate",
     "propagate_batch",
+    "read_comm_logs",
     "read_scenarios",
     "slack",
     "to_networkx",
@@ -106,8 +119,11 @@ __all__ = [
 
 _HOMES = {
     "build": ("graph_from_trace",),
+    "coarsening": ("Coarse", "CoarsenReport", "coarsen"),
+    "comm_table": ("CommTable", "read_comm_logs"),
     "comparing": ("Comparison", "compare"),
     "edits": ("Drop", "Scale", "ScaleGaps", "SetDuration", "SwapDurations", "read_scenarios"),
+    "estimates": ("EstimateRange",),
     "graph": ("Graph",),
     "health": ("Finding", "Health", "device_health"),
     "merging": ("MergeReport", "MergeResult", "merge"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,12 +11,13 @@ import typer
 from prismtrace.console import print_json, progress, table
 
 if TYPE_CHECKING:
+    from prismcalib.coarsening import CoarsenReport
     from prismcalib.comm_costs import CostReport
     from prismcalib.comm_model import LinkFit
     from prismcalib.estimates import EstimateRange
     from prismtrace.schema import Kind
 
-__all__ = ["comm_table", "print_costs", "print_range"]
+__all__ = ["coarsen", "comm_table", "print_costs", "print_range"]
 
 
 def comm_table(
@@ -74,6 +76,68 @@ def comm_table(
         print(f"not used: {count} lines {reason}")
     print()
     _print_fits(fits)
+
+
+class GrainName(StrEnum):
+    """Values of --grain."""
+
+    EXACT = "exact"
+    MICROBATCH = "microbatch"
+
+
+def coarsen(
+    trace: Annotated[Path, typer.Argument(help="Trace that `prismcalib merge` wrote.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Trace to write (.parquet).")],
+    grain: Annotated[
+        GrainName,
+        typer.Option(
+            help="exact: merge rows that nothing from elsewhere separates; all times stay. "
+            "microbatch: one computation and one communication for each part of a microbatch "
+            "that a group runs by itself; the error is stated."
+        ),
+    ] = GrainName.EXACT,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Merge rows that need not be told apart: smaller traces, the same timeline.
+
+    Example: prismcalib coarsen aligned.parquet --grain microbatch -o coarse.parquet
+    """
+    from prismcalib.coarsening import coarsen as coarsen_trace
+
+    with progress("coarsening"):
+        result = coarsen_trace(trace, grain=grain.value)
+        result.write(output)
+    if json:
+        print_json({"output": str(output), **result.report.as_dict()})
+    else:
+        _print_coarse(result.report, output)
+
+
+def _print_coarse(report: CoarsenReport, output: Path) -> None:
+    from prismcalib.durations import format_ns
+
+    sizes = {
+        "rows": (report.rows_before, report.rows_after),
+        "dependencies": (report.deps_before, report.deps_after),
+        "communications": (report.instances_before, report.instances_after),
+    }
+    table(
+        f"{output}: {report.grain} grain",
+        ("", "before", "after", "of before"),
+        [(name, *pair, f"{pair[1] / max(pair[0], 1):.1%}") for name, pair in sizes.items()],
+    )
+    print()
+    print(f"largest change of any time: {format_ns(report.largest_error_ns)}")
+    if report.uneven_ns:
+        print(
+            f"if ranks arrive otherwise: off by at most {format_ns(report.uneven_ns)} at each "
+            "operation that was put together"
+        )
+    if report.probed_error is not None:
+        print(
+            f"with one rank's computation a tenth slower, the length is off by at most "
+            f"{report.probed_error:.2%} (tried for a few ranks)"
+        )
 
 
 def print_costs(report: CostReport) -> None:
