@@ -52,7 +52,7 @@ def path_section(summary: RunSummary) -> str:
         ("before the path starts", "inner-idle", path.lead_in_ns),
     ]
     whole = render_table(
-        f"{ns_text(length)}: {path.segments.height:,} segments, {path.hops:,} changes of rank",
+        f"{ns_text(length)}: {path.segments.height:,} segments, {path.hops:,} change{'s' if path.hops != 1 else ''} of rank",
         ("what", "", "time", "share"),
         [
             (word, Bar(((name, time / length),)), ns_text(time), percent(time / length))
