@@ -30,12 +30,21 @@ def critical_path(
 ) -> None:
     """What would have to be faster for the run to be shorter, over all ranks.
 
+    The path is a chain of segments, each waiting for the one before it, from the first start to
+    the last end. Where ranks wait for each other it goes to the one that came last. Making
+    anything faster that is not on it changes nothing.
+
+    Read the first table for what the time goes to: computation; idle inside spans, where the
+    device waits for its host; transfers; idle between spans. Then the parts, for where. Then the
+    longest segments, for what to change first.
+
     Example: prismcalib critical-path aligned.parquet --limit 20
     """
     from prismcalib.durations import format_ns
     from prismcalib.lateness import find_late_ranks
     from prismcalib.paths import ShareColumn, calibrated_trace
     from prismcalib.paths import critical_path as find_path
+    from prismcalib.wording import idle_inside
 
     opened = calibrated_trace(trace)
     path = find_path(opened)
@@ -45,20 +54,22 @@ def critical_path(
         print_json({**path.as_dict(limit), "waited_for": waited})
         return
     print(f"{late.sentence}; `prismcalib stragglers` looks for the cause\n")
+    inside = idle_inside(opened.header)
 
     def part(ns: int) -> tuple[str, str]:
         return format_ns(ns), f"{ns / max(path.length_ns, 1):.1%}"
 
     table(
-        f"critical path: {path.segments.height} segments, {path.hops} changes of rank",
+        f"critical path: {counted(path.segments.height, 'segment')}, "
+        f"{counted(path.hops, 'change')} of rank",
         ("", "time", "share"),
         [
             ("length", *part(path.length_ns)),
             ("computation", *part(path.compute_ns - path.inner_idle_ns)),
-            ("idle between kernels", *part(path.inner_idle_ns)),
+            (inside, *part(path.inner_idle_ns)),
             ("transfer", *part(path.transfer_ns)),
             ("unmatched communication", *part(path.unmatched_ns)),
-            ("other idle gaps", *part(path.gap_ns)),
+            ("idle", *part(path.gap_ns)),
             ("before the path starts", *part(path.lead_in_ns)),
         ],
     )
@@ -77,10 +88,12 @@ def critical_path(
         shares = path.shares(column)
         if shares[column].null_count() == shares.height:
             continue
+        if column == "step":
+            shares = shares.sort("step", nulls_last=True)
         print()
         table(
             f"by {column}",
-            (column, "segments", "busy", "idle inside", "gaps before", "share"),
+            (column, "segments", "busy", inside, "idle", "share"),
             [
                 (
                     value,
@@ -95,8 +108,8 @@ def critical_path(
         )
     print()
     table(
-        "longest segments",
-        ("rank", "index", "kind", "name", "group", "seq", "busy", "idle inside", "gap before"),
+        "longest segments (idle: before they start)",
+        ("rank", "index", "kind", "name", "group", "seq", "busy", inside, "idle"),
         [
             (
                 *(node[name] for name in ("rank", "index", "kind", "name", "group", "seq")),
@@ -131,6 +144,8 @@ def predict(
     """
     from prismcalib.durations import format_ns
     from prismcalib.prediction import predict as predict_step
+    from prismcalib.wording import idle_inside
+    from prismtrace.trace import read_header, trace_files
 
     with progress("resampling steps"):
         prediction = predict_step(trace, draws=draws, seed=seed)
@@ -165,10 +180,11 @@ def predict(
     if prediction.estimates is not None:
         print_range(prediction.estimates)
     window = max(prediction.window_ns, 1)
+    inside = idle_inside(read_header(trace_files(trace)[0]))
     print()
     table(
         "where each rank spends the window (transferring and waiting: not beside computation)",
-        ("rank", "computing", "idle between kernels", "transferring", "waiting", "idle"),
+        ("rank", "computing", inside, "transferring", "waiting", "idle"),
         [
             (rank, *(f"{ns / window:.1%}" for ns in times))
             for rank, *times in prediction.ranks.rows()

@@ -128,12 +128,14 @@ class MergeResult:
         table: its nodes, lazily. Of slices, what was measured stays in their files until it is
             asked for.
         report: `MergeReport` of a recorded run, `SlicesReport` of slices.
+        merged_again: whether the source was a calibrated trace, whose observed times were used.
     """
 
     header: TraceHeader
     table: pl.LazyFrame
     report: MergeReport | SlicesReport
     _write_columns: Callable[[str | os.PathLike[str]], None]
+    merged_again: bool = False
 
     @cached_property
     def nodes(self) -> pl.DataFrame:
@@ -251,7 +253,13 @@ def merge(
     report = _report(rows, graph.instances, split, timing, steps, alignment)
     header = rules.note_in(_header(trace.header, report, alignment))
     nodes = _nodes(rows, split, timing, late, steps, alignment.origin_ns)
-    return MergeResult(header, nodes.lazy(), report, partial(write_beside, header, nodes, trace))
+    return MergeResult(
+        header,
+        nodes.lazy(),
+        report,
+        partial(write_beside, header, nodes, trace),
+        merged_again=trace.header.kind == TraceKind.CALIBRATED,
+    )
 
 
 def _unmatched(rows: pl.DataFrame) -> pl.DataFrame:

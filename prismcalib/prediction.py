@@ -179,7 +179,7 @@ def _basis(path: CriticalPath) -> dict[str, float]:
         .rows()
     )
     idle = path.gap_ns + path.lead_in_ns + path.inner_idle_ns
-    times = {**dict(known), "idle gaps, as recorded": idle}
+    times = {**dict(known), "idle, as recorded": idle}
     length = max(path.length_ns, 1)
     shares = {name: time / length for name, time in times.items() if time}
     return dict(sorted(shares.items(), key=lambda item: (-item[1], item[0])))

@@ -247,7 +247,7 @@ def basis_shares(path: CriticalPath) -> dict[str, float]:
         "computation, measured": path.compute_ns - path.inner_idle_ns,
         **{f"transfer, {source}": time for source, time in sources},
         "communication without partners, as recorded": unknown,
-        "idle gaps, as recorded": path.gap_ns + path.lead_in_ns + path.inner_idle_ns,
+        "idle, as recorded": path.gap_ns + path.lead_in_ns + path.inner_idle_ns,
     }
     shares = {name: time / max(path.length_ns, 1) for name, time in times.items() if time}
     return dict(sorted(shares.items(), key=lambda item: (-item[1], item[0])))

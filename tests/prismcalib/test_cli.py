@@ -35,11 +35,15 @@ def test_merge(recorded, tmp_path):
     for words in (
         "4 ranks",
         "recorded",
-        "every row reproduced exactly",
+        "every row as recorded",
+        "predicts nothing",
         "1 of 4 clocks corrected",
         "-8.000 ms",
     ):
         assert words in text
+    assert text.splitlines()[-1].startswith(f"wrote {output} (")
+    assert "already aligned" not in text
+    assert invoke("merge", output, "-o", output).startswith("already aligned: ")
     again = invoke("merge", output, "-o", output, "--json", "--verify", "--max-residual", "500us")
     report = json.loads(again)
     assert report["output"] == str(output)
@@ -50,7 +54,7 @@ def test_merge(recorded, tmp_path):
 def test_merge_says_when_no_clock_was_wrong(make_run, tmp_path):
     write(make_run().trace, tmp_path / "run.parquet")
     text = invoke("merge", tmp_path / "run.parquet", "-o", tmp_path / "aligned.parquet")
-    assert "no clock corrected (4 in all)" in text
+    assert "all 4 clocks agree within " in text
 
 
 def test_critical_path(aligned):
@@ -65,6 +69,11 @@ def test_critical_path(aligned):
     ):
         assert words in text
     assert "by phase" not in text
+    lines = text.splitlines()
+    first = lines.index("by step") + 3
+    steps = [int(line.split()[0]) for line in lines[first : first + 3]]
+    assert steps == sorted(steps)
+    assert "idle between kernels" in text
     found = json.loads(invoke("critical-path", aligned, "--json"))
     assert found["length_ns"] > 0
 
@@ -92,6 +101,7 @@ def test_failures_end_with_one_message(recorded, tmp_path, run_command):
     done = run_command("prismcalib", "merge", recorded, "-o", tmp_path / "x.parquet",
                        "--max-residual", "soon")  # fmt: skip
     assert done.returncode == 2
+    assert "--max-residual" in done.stderr
     assert "not a duration" in done.stderr
     assert not (tmp_path / "x.parquet").exists()
 
@@ -160,7 +170,7 @@ def test_what_if_usage(aligned, words, message):
 
 def test_compare_and_health(aligned):
     text = invoke("compare", aligned, aligned, "--by", "kind", "--by", "phase")
-    assert "if idle gaps were as in B" in text
+    assert "if idle time were as in B" in text
     assert "averages hide" in text
     assert json.loads(invoke("compare", aligned, aligned, "--json"))["change_ns"] == 0
     assert "no rank stands out" in invoke("health", aligned, aligned)

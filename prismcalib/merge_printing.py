@@ -1,0 +1,192 @@
+"""How `prismcalib merge` tells its result to people."""
+
+from __future__ import annotations
+
+from prismcalib.commands_comm import print_costs
+from prismcalib.durations import format_ns
+from prismcalib.merging import MergeReport
+from prismcalib.slices import SlicesReport
+from prismtrace.console import counted, table
+
+__all__ = ["print_merge", "print_slices"]
+
+
+def print_merge(report: MergeReport, *, again: bool = False) -> None:
+    """What merging a recorded run did; `again` if it had been merged before."""
+    share = report.difference_ns / max(report.recorded_ns, 1)
+    why = f"because of the clamps below; no row is later than {format_ns(report.most_delayed_ns)}"
+    if not report.most_delayed_ns:
+        why = (
+            "every row as recorded, for the recorded idle times are kept: it checks the graph "
+            "and predicts nothing"
+        )
+    overlaps, early, lags, waited = (
+        report.overlap_clamps,
+        report.transfer_clamps,
+        report.lags,
+        report.lags_on_critical_path,
+    )
+    texts = {
+        "recorded": (report.recorded_ns, "first start to last end, over all ranks"),
+        "propagated": (
+            report.propagated_ns,
+            "the same from durations, dependencies and recorded idle times",
+        ),
+        "difference": (report.difference_ns, f"{share:.3%}, {why}"),
+        "overlap clamps": (
+            overlaps.total_ns,
+            f"{counted(overlaps.count, 'row')} began before what they depend on ended; moved",
+        ),
+        "transfer clamps": (
+            early.total_ns,
+            f"{counted(early.count, 'member')} ended before the last one began; they end then",
+        ),
+        "idle": (
+            lags.total_ns,
+            f"before {counted(lags.count, 'row')}, sum over ranks (launch and host delays); kept",
+        ),
+        "idle that counts": (waited.total_ns, f"{waited.count:,} of them, on the critical path"),
+        "waiting": (
+            report.wait_ns,
+            "in communications for late members, sum over ranks, also beside own computation",
+        ),
+        "transferring": (report.transfer_ns, "the rest of the communications, sum over ranks"),
+    }
+    lines = [(name, format_ns(ns), text) for name, (ns, text) in texts.items()]
+    if report.unmatched:
+        lines.append(
+            (
+                "unmatched",
+                str(report.unmatched),
+                "communications without known partners: they wait for nobody",
+            )
+        )
+    if again:
+        print("already aligned: done anew, from the observed times that the file keeps\n")
+    title = ", ".join(
+        [
+            counted(report.ranks, "rank"),
+            counted(report.rows, "row"),
+            counted(report.instances, "matched communication"),
+        ]
+    )
+    table(title, ("", "time", "meaning"), lines)
+    print()
+    _print_clocks(report)
+
+
+def _print_clocks(report: MergeReport) -> None:
+    clock = report.clock
+    before, after = clock.end_spread_before, clock.end_spread_after
+    if before is not None and after is not None:
+        table(
+            f"clocks: ends of the same communication lie apart ({clock.operations} compared)",
+            ("", "median", "95 %", "max"),
+            [
+                (name, *(format_ns(ns) for ns in (spread.median_ns, spread.p95_ns, spread.max_ns)))
+                for name, spread in (("as recorded", before), ("as used", after))
+            ],
+        )
+    moved = [domain for domain in clock.domains if domain.offset_ns]
+    if not moved:
+        print(_no_correction(report))
+        return
+    table(
+        f"{len(moved)} of {len(clock.domains)} clocks corrected "
+        f"(to that of rank {clock.reference_rank})",
+        ("ranks", "host", "added", "uncertain by"),
+        [
+            (
+                domain.ranks,
+                domain.host,
+                format_ns(domain.offset_ns),
+                None if domain.uncertainty_ns is None else format_ns(domain.uncertainty_ns),
+            )
+            for domain in moved[:20]
+        ],
+    )
+
+
+def _no_correction(report: MergeReport) -> str:
+    clocks, spread = len(report.clock.domains), report.clock.end_spread_after
+    if clocks == 1:
+        return "one clock: nothing to correct"
+    if report.clock.mode == "keep":
+        return f"{clocks} clocks, kept as they are"
+    if spread is None:
+        return f"{clocks} clocks: nothing to compare, nothing corrected"
+    within = format_ns(spread.median_ns)
+    return f"all {clocks} clocks agree within {within} (median of the ends); nothing to correct"
+
+
+def print_slices(report: SlicesReport) -> None:
+    """What merging slices did."""
+    gain = report.step_ns / max(report.before_ns, 1) - 1
+    seen = report.executions_seen
+    clamps = report.overlap_clamps + report.transfer_clamps
+    known = ", ".join(f"{name} {count}" for name, count in report.sources.items()) or "none"
+    lines = [
+        ("step before", format_ns(report.before_ns), "the longest that any slice saw by itself"),
+        ("step after", format_ns(report.step_ns), f"{gain:+.2%}: all ranks on one timeline"),
+        ("steps", str(len(report.steps_ns)), _steps_text(report)),
+        ("propagated", format_ns(report.propagated_ns), "first start to last end, all steps"),
+        ("idle", format_ns(report.gaps_ns), "before rows, sum over ranks; kept"),
+        (
+            "idle that counts",
+            format_ns(report.gaps_on_critical_path_ns),
+            "the part of it on the critical path",
+        ),
+        ("waiting", format_ns(report.wait_ns), "in communications, sum over ranks"),
+        ("transferring", format_ns(report.transfer_ns), f"members by source: {known}"),
+        ("clamps", str(clamps), f"rows or members out of order, {format_ns(report.clamped_ns)}"),
+    ]
+    optional = [
+        ("late virtual", report.late_virtual, "transfers dropped: a virtual rank came last"),
+        ("unknown", report.unknown_transfers, "transfers kept as observed, for want of others"),
+        ("chained", report.chained, "rows released by the end of the step before"),
+        ("unmatched", report.unmatched, "communications that wait for nobody"),
+        ("resized", report.resized, "all_to_all of another size than in the bare graph"),
+    ]
+    lines += [(name, str(count), text) for name, count, text in optional if count]
+    ranks = [
+        ("kept ranks", report.kept, "from the earlier result"),
+        ("folded ranks", report.folded, "replicas without rows of their own"),
+        ("twin ranks", report.twins, "with the times of a rank that does the same"),
+        ("untimed ranks", report.untimed, "assumed to take no time"),
+    ]
+    lines += [(name, text, meaning) for name, text, meaning in ranks if text]
+    table(
+        f"{counted(report.ranks, 'rank')}, {counted(report.rows, 'row')}, "
+        f"{counted(report.instances, 'matched communication')} from "
+        f"{counted(report.slices, 'slice')} in {counted(report.executions, 'execution')}",
+        ("", "value", "meaning"),
+        lines,
+    )
+    print(f"structure: every slice agrees with {report.checked_against}")
+    print()
+    if report.comm_costs is not None:
+        print_costs(report.comm_costs)
+    worst = sorted(seen, key=lambda one: -(one.end_spread.median_ns if one.end_spread else -1))
+    table(
+        "slices, those first whose ends of one communication lie furthest apart",
+        ("slice", "file", "real ranks", "step seen", "ends apart (median)", "max", "clamps"),
+        [
+            (
+                one.index,
+                one.file,
+                one.ranks,
+                format_ns(one.step_ns),
+                None if one.end_spread is None else format_ns(one.end_spread.median_ns),
+                None if one.end_spread is None else format_ns(one.end_spread.max_ns),
+                one.overlap_clamps + one.transfer_clamps,
+            )
+            for one in worst[:10]
+        ],
+    )
+
+
+def _steps_text(report: SlicesReport) -> str:
+    times = [format_ns(ns) for ns in report.steps_ns[:6]]
+    warm = min(report.warmup, len(times) - 1)
+    shown = ", ".join(times) + (", ..." if len(report.steps_ns) > len(times) else "")
+    return f"{shown}; the first {warm} not counted" if warm else shown
