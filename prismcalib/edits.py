@@ -193,7 +193,7 @@ def read_scenarios(path: str | os.PathLike[str]) -> dict[str, list[Edit]]:
         text = file.read_text(encoding="utf-8")
         found = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
     except FileNotFoundError as error:
-        raise InputFileError("no such file", where=str(file)) from error
+        raise InputFileError("no such file", where=str(file), hint="check the path") from error
     except (OSError, ValueError) as error:
         raise ScenarioError(f"cannot be read: {error}", where=str(file)) from error
     entries = found.get("scenario") if isinstance(found, Mapping) else None

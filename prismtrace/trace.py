@@ -31,7 +31,7 @@ from prismtrace.errors import (
     ValidationError,
 )
 from prismtrace.output import atomic_output
-from prismtrace.ranks import parse_ranks
+from prismtrace.ranks import format_ranks, parse_ranks
 from prismtrace.schema import (
     CALIBRATED_COLUMNS,
     FORMAT_VERSION,
@@ -241,14 +241,31 @@ def open_trace(source: PathLike | Sequence[PathLike], *, exact: bool = True) -> 
     for path, header in zip(paths[1:], headers[1:], strict=True):
         if header != headers[0]:
             raise ValidationError(
-                f"files of one trace carry different headers: {paths[0].name} and {path.name}",
-                where=str(path),
+                f"files of one trace carry different headers: {_difference(headers[0], header)}",
+                where=f"{paths[0]} and {path}",
                 hint="open them one by one, or combine slices with `prismcalib merge`",
             )
     frames = [scan_nodes(path, exact=exact) for path in paths]
     how: Literal["diagonal", "diagonal_relaxed"] = "diagonal" if exact else "diagonal_relaxed"
     nodes = frames[0] if len(frames) == 1 else pl.concat(frames, how=how)
     return Trace(header=headers[0], nodes=nodes, paths=tuple(paths))
+
+
+def _difference(one: TraceHeader, other: TraceHeader) -> str:
+    """Which fields of two headers differ, with their values where these are short."""
+    told = []
+    for name in TraceHeader.model_fields:
+        values = [getattr(header, name) for header in (one, other)]
+        if name == "ranks":
+            values = [format_ranks(value) for value in values]
+        if values[0] != values[1]:
+            texts = [str(value) for value in values]
+            short = max(map(len, texts)) <= _SHORT
+            told.append(f"{name} ({texts[0]} and {texts[1]})" if short else name)
+    return ", ".join(told)
+
+
+_SHORT = 40
 
 
 def trace_files(source: PathLike | Sequence[PathLike]) -> list[Path]:
@@ -274,10 +291,14 @@ def trace_files(source: PathLike | Sequence[PathLike]) -> list[Path]:
         else:
             found = sorted(Path(name) for name in glob.glob(str(item)))
             if not found:
-                raise InputFileError("no file matches the pattern", where=str(item))
+                raise InputFileError(
+                    "no file matches the pattern",
+                    where=str(item),
+                    hint="check the path, and quote patterns",
+                )
         paths.extend(found)
     if not paths:
-        raise InputFileError("no trace file was given")
+        raise InputFileError("no trace file was given", hint="name at least one")
     return paths
 
 
@@ -322,7 +343,7 @@ def _header_text(path: PathLike) -> str:
     try:
         metadata = pl.read_parquet_metadata(Path(path))
     except FileNotFoundError as error:
-        raise InputFileError("no such file", where=where) from error
+        raise InputFileError("no such file", where=where, hint="check the path") from error
     except (OSError, pl.exceptions.PolarsError) as error:
         raise InputFileError(
             "not a readable Parquet file (truncated, or another format)",

@@ -214,15 +214,33 @@ def test_truncated_files(kept, job, tmp_path):
 def test_nothing_there(source, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputFileError, match=message):
+    with pytest.raises(InputFileError, match=message) as caught:
         open_trace(source)
+    assert caught.value.hint
 
 
 def test_files_with_different_headers_are_no_trace(make_trace, tmp_path):
     write(make_trace({}), tmp_path / "a.parquet")
     write(make_trace({}, kind="recorded"), tmp_path / "b.parquet")
-    with pytest.raises(ValidationError, match=r"different headers: a\.parquet and b\.parquet"):
+    with pytest.raises(
+        ValidationError, match=r"different headers: kind \(slice and recorded\)"
+    ) as c:
         open_trace(tmp_path)
+    assert c.value.where == f"{tmp_path / 'a.parquet'} and {tmp_path / 'b.parquet'}"
+
+
+def test_what_differs_between_headers_is_named_but_not_copied(make_trace, tmp_path):
+    for name, sources in (("a", ()), ("b", ("rank0.json.gz", "rank1.json.gz", "rank2.json.gz"))):
+        (tmp_path / name).mkdir()
+        trace = make_trace({})
+        header = trace.header.model_copy(
+            update={"sources": sources, "world_size": 2 + len(sources)}
+        )
+        write(Trace(header=header, nodes=trace.nodes), tmp_path / name / "run.parquet")
+    files = [tmp_path / name / "run.parquet" for name in "ab"]
+    with pytest.raises(ValidationError, match=r": world_size \(2 and 5\), sources \[") as caught:
+        open_trace(files)
+    assert caught.value.where == f"{files[0]} and {files[1]}"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
