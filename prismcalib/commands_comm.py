@@ -168,12 +168,12 @@ def print_range(found: EstimateRange) -> None:
     from prismcalib.durations import format_ns
 
     print()
-    rests = ", ".join(f"{share:.1%} on {name}" for name, share in found.shares.items())
+    rests = ", ".join(f"{name} {share:.1%}" for name, share in found.shares.items())
     print(
         f"not all transfers were measured: the step lies between {format_ns(found.low_ns)} and "
         f"{format_ns(found.high_ns)}"
     )
-    print(f"of the critical path rests {rests or 'nothing on them'}")
+    print(f"share of the critical path that rests on estimates: {rests or 'none'}")
     for name, share in found.unknown.items():
         print(f"how far {name} is off nobody knows: {share:.1%} of the path is taken as it is")
 
