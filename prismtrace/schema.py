@@ -218,7 +218,7 @@ RankList = Annotated[
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ProcessGroup(_Model):
@@ -266,13 +266,15 @@ class SliceInfo(_Model):
 class TraceHeader(_Model):
     """Everything about a trace that is not a row. Stored as JSON in the Parquet metadata."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True)
 
     format_version: str = FORMAT_VERSION
     kind: TraceKind
     world_size: Annotated[int, Field(ge=1)]
+    """Ranks of the job, present or not."""
     ranks: RankList
     axes: dict[str, Annotated[int, Field(ge=1)]] = {}
+    """Sizes of the parallel axes, where known: tp, pp, dp, cp, ep."""
     groups: tuple[ProcessGroup, ...] = ()
     streams: dict[int, str] = {}
     """Logical stream -> what the source called it (CUDA stream id, thread)."""
@@ -281,6 +283,7 @@ class TraceHeader(_Model):
     symmetry: dict[int, int] | None = None
     """Rank -> representative rank, when identical data-parallel replicas are folded."""
     steps: tuple[int, ...] = ()
+    """Numbers of the training steps, as the program counted them."""
     fold_order: str | None = None
     created_by: str = ""
     sources: tuple[str, ...] = ()
@@ -329,7 +332,7 @@ class Node(BaseModel):
     Further columns are allowed when their name starts with ``x_``.
     """
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     id: Annotated[int, _I64, _INT64]
     """``rank << 32 | index``; unique in a trace."""
@@ -338,17 +341,22 @@ class Node(BaseModel):
     index: Annotated[int, _I32, _INT32]
     """Position in the rank's issue order, counted from 0 over all steps."""
     kind: Annotated[Kind, ColumnType("Enum", Kind)]
+    """What it does: computation, copies between host and device, or one kind of communication."""
     name: Annotated[str | None, ColumnType("Categorical")] = None
-    """What a person would call it: kernel, layer or annotation name."""
+    """What a person would call it: kernel, layer or annotation name. A span of several is named
+    after the one that takes most of its time: ``gemm +8 kernels``."""
     stream: Annotated[int, _I16, _INT16]
     """Logical stream; nodes of one rank and stream run in order, except within a batch."""
     batch: Annotated[int | None, _I32, _INT32] = None
     """Operations of one coalesced launch share it: unordered among each other."""
     step: Annotated[int | None, _I32, _INT32] = None
+    """Training step, as the program counted it; null outside of steps."""
     microbatch: Annotated[int | None, _I32, _INT32] = None
+    """Microbatch within the step, from 0."""
     chunk: Annotated[int | None, _I16, _INT16] = None
     """Model chunk (interleaved pipeline schedules)."""
     phase: Annotated[Phase | None, ColumnType("Enum", Phase)] = None
+    """Part of the step."""
     group: Annotated[int | None, _I32, _INT32] = None
     """Process group id of a communication; null for compute and memcpy, and for a
     communication that was launched before the recorded window and does not tell."""
@@ -362,13 +370,17 @@ class Node(BaseModel):
     bytes: Annotated[int | None, _I64, _INT64] = None
     """Payload as nccl-tests counts it."""
     dtype: Annotated[DType | None, ColumnType("Enum", DType)] = None
+    """Element type of the payload."""
     reduce_op: Annotated[ReduceOp | None, ColumnType("Enum", ReduceOp)] = None
+    """Reduction, for kinds that reduce."""
     start_ns: Annotated[int | None, _I64, Field(ge=-(2**63), lt=2**63)] = None
+    """Start, in the clock of the rank's domain; after a merge in the one clock of the trace."""
     dur_ns: Annotated[int | None, _I64, _INT64] = None
     """Duration; for a communication wait plus transfer."""
     transfer_ns: Annotated[int | None, _I64, _INT64] = None
     """Duration of a communication without waiting for late members."""
     transfer_source: Annotated[TransferSource | None, ColumnType("Enum", TransferSource)] = None
+    """Where `transfer_ns` comes from."""
     real: Annotated[bool, _BOOL]
     """Measured on a real rank (true) or filled in by a virtual one."""
     deps: Annotated[list[int], ColumnType("List(UInt32)"), Field(max_length=2**20)]
@@ -376,9 +388,12 @@ class Node(BaseModel):
     xdeps: Annotated[list[int] | None, ColumnType("List(Int64)")] = None
     """Directional edges from other ranks, as node ids (rare)."""
     lag_ns: Annotated[list[int] | None, ColumnType("List(Int64)")] = None
-    """Least delay of each entry of `deps`, then `xdeps`; null: all zero."""
+    """Least delay of each entry of `deps`, then `xdeps`: idle time that the recording shows; null:
+    all zero."""
     mem_bytes: Annotated[int | None, _I64, _INT64] = None
+    """Bytes that the device's allocator holds at the end of the node."""
     mem_peak_bytes: Annotated[int | None, _I64, _INT64] = None
+    """The most it held within the node."""
     wait_ns: Annotated[int | None, _I64, _INT64] = None
     """Calibrated traces: time until the last member arrived."""
     slack_ns: Annotated[int | None, _I64, _INT64] = None
