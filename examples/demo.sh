@@ -33,7 +33,8 @@ explain "Every all_reduce of every rank is now matched with its partners on the 
 
 say "3. Merge: put all ranks on one clock and split every collective into wait and transfer"
 run prismcalib merge "$out/run.parquet" -o "$out/aligned.parquet"
-explain "From durations and dependencies alone the recorded time comes out again, to about 1 %."
+explain "With the recorded idle times kept, durations and dependencies give the recorded time again," \
+    "to about 1 %: the graph is right. That is a check, not yet a prediction."
 
 say "4. Critical path: what would have to be faster for the step to be shorter"
 run prismcalib critical-path "$out/aligned.parquet"
@@ -48,3 +49,7 @@ say "6. Predict: the step time this graph implies"
 run prismcalib predict "$out/aligned.parquet"
 
 say "Done. Everything is in $out; the commands above work on your own traces as well."
+activate="$(dirname "$(command -v prismtrace)")/activate"
+if [[ -z "${VIRTUAL_ENV:-}" && -f "$activate" ]]; then
+    explain "To type them, put them on your path first: source $activate"
+fi
