@@ -16,7 +16,7 @@ __all__ = ["print_conversion", "print_info"]
 MOST_LINES = 16
 """Rows of a table before the rest is only counted; --json has them all."""
 
-_WHERE_EXPLAINED = "what each of them means: docs/reference/policies.md"
+WHERE_EXPLAINED = "what each of them means: docs/reference/policies.md"
 
 
 def print_conversion(report: ConvertReport) -> None:
@@ -119,7 +119,7 @@ def _print_tables(info: TraceInfo) -> None:
 def _print_policies(policies: dict[str, int]) -> None:
     _table("repairs and assumptions", ["policy", "times"], list(policies.items()))
     if policies:
-        print(_WHERE_EXPLAINED)
+        print(WHERE_EXPLAINED)
 
 
 def _table(title: str, columns: list[str], rows: list[Any]) -> None:
