@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prismcalib.errors import MergeInputError, MissingMemberError, StructureError
 from prismcalib.graph import Graph, Int32Array, Int64Array
@@ -68,6 +67,23 @@ class _Edges:
     lags: Int64Array | None
 
 
+@dataclass(frozen=True, eq=False)
+class _Members:
+    """Members of instances in some rows: their row in the job, rank, channel, seq, signature."""
+
+    row: Int32Array
+    rank: Int32Array
+    channel: Int32Array
+    seq: Int64Array
+    signature: Int32Array
+
+    @classmethod
+    def joined(cls, parts: list[_Members]) -> _Members:
+        names = [field.name for field in fields(cls)]
+        columns = {name: [getattr(part, name) for part in parts] for name in names}
+        return cls(**{name: np.concatenate(column) for name, column in columns.items()})
+
+
 class Assembly:
     """Arrays of a job under construction.
 
@@ -90,9 +106,7 @@ class Assembly:
         self.gaps_ns = 0
         self._release: Int64Array | None = None
         self._offsets = np.zeros(rows + 1, np.int64)
-        self._channel = np.full(rows, -1, np.int32)
-        self._seq = np.full(rows, -1, np.int64)
-        self._signature = np.zeros(rows, np.int32)
+        self._members: list[_Members] = []
         self._edges: list[_Edges] = []
         self._far: list[tuple[Int64Array, Int64Array, Int64Array]] = []
         self._runs: list[tuple[Int64Array, Int32Array]] = []
@@ -101,26 +115,22 @@ class Assembly:
         """Copy whole ranks to their places."""
         if values.gap is not None:
             self.gaps_ns += int(values.gap.sum())
-        channel = np.full(len(rows), -1, np.int32)
-        channel[members.row] = self.channels.of(members)
-        signature = signatures(rows)
+        member_row = np.empty(len(members.row), np.int32)
         for first, last, target in self._stretches(rows):
             part, goal = slice(first, last), slice(target, target + last - first)
             self.duration[goal] = values.duration[part]
             self.source[goal] = values.source[part]
-            self._channel[goal] = channel[part]
-            self._seq[goal] = rows.seq[part]
-            self._signature[goal] = signature[part]
+            here = slice(*np.searchsorted(members.row, [first, last]))
+            member_row[here] = members.row[here] + (target - first)
             counts = np.diff(rows.offsets[first : last + 1])
             self._offsets[target + 1 : target + last - first + 1] = counts
             edges = slice(int(rows.offsets[first]), int(rows.offsets[last]))
-            owner = np.repeat(np.arange(target, target + last - first), counts)
+            owner = np.repeat(np.arange(target, target + last - first, dtype=np.int32), counts)
             lags = None if rows.lags is None else rows.lags[edges]
             if values.gap is not None and values.gap[part].any():
                 gaps = np.repeat(values.gap[part], counts)
                 lags = gaps if lags is None else gaps + lags
-            deps = (owner - rows.distance[edges]).astype(np.int32)
-            self._edges.append(_Edges(target, deps, lags))
+            self._edges.append(_Edges(target, owner - rows.distance[edges], lags))
             self._note_optional(values, part, goal)
             changes = np.flatnonzero(
                 (np.diff(rows.step[part], prepend=-2) != 0)
@@ -131,6 +141,15 @@ class Assembly:
             if far.any():
                 shifted = rows.far_row[far] + (target - first)
                 self._far.append((shifted, rows.far_id[far], rows.far_lag[far]))
+        self._members.append(
+            _Members(
+                row=member_row,
+                rank=rows.rank[members.row],
+                channel=self.channels.of(members),
+                seq=members.seq,
+                signature=signatures(rows, members.row),
+            )
+        )
 
     def graph(self, labels: Callable[[int], str]) -> Graph:
         """The graph; afterwards nothing more can be placed.
@@ -251,55 +270,39 @@ class Assembly:
 
     def _instances(self, labels: Callable[[int], str]) -> tuple[Int32Array, Int32Array]:
         """Instance of every row, and the members each expects; frees what it used up."""
-        rows = np.flatnonzero(self._channel >= 0)
-        channel = self._channel[rows]
-        member, count = number(channel, self._seq[rows], self.channels.count)
-        self._seq = np.empty(0, np.int64)
-        instance = self._channel
-        instance[rows] = member
-        present = np.bincount(member, minlength=count)
+        members = _Members.joined(self._members)
+        self._members = []
+        number_of, count = number(members.channel, members.seq, self.channels.count)
+        present = np.bincount(number_of, minlength=count)
         if len(present) and not present.all():
             # Sequence numbers that nobody used.
             renumbered = np.cumsum(present > 0) - 1
-            member = renumbered[member]
-            instance[rows] = member
+            number_of = renumbered[number_of]
             count = int(renumbered[-1]) + 1
             present = present[present > 0]
+        instance = np.full(self.rows, -1, np.int32)
+        instance[members.row] = number_of
         channel_of = np.zeros(count, np.int32)
-        channel_of[member] = channel
+        channel_of[number_of] = members.channel
         size, total = self.channels.expectations()
-        wrong = self._wrong_members(rows, member, present, size[channel_of], total[channel_of])
+        found = np.zeros(count, np.int64)
+        for first in range(0, len(number_of), _BLOCK_ROWS):
+            part = slice(first, first + _BLOCK_ROWS)
+            np.add.at(found, number_of[part], marks(members.rank[part]))
+        wrong = np.flatnonzero((present != size[channel_of]) | (found != total[channel_of]))
         if len(wrong):
-            channels = channel_of[wrong]
-            raise self._membership_error(rows[member == wrong[0]], int(channels[0]), wrong, labels)
-        self._check_signatures(rows, member, count, labels)
-        self._signature = np.empty(0, np.int32)
+            rows = np.sort(members.row[number_of == wrong[0]])
+            raise self._membership_error(rows, int(channel_of[wrong[0]]), len(wrong), labels)
+        _check_signatures(members, number_of, count, labels)
         return instance, size[channel_of]
 
-    def _wrong_members(
-        self,
-        rows: Int64Array,
-        member: Int64Array,
-        present: Int64Array,
-        size: Int32Array,
-        total: Int64Array,
-    ) -> Int64Array:
-        """Instances whose members are not exactly the expected ranks, each once."""
-        found = np.zeros(len(present), np.int64)
-        mark = marks(np.array(self.ranks))
-        for first in range(0, len(rows), _BLOCK_ROWS):
-            part = slice(first, first + _BLOCK_ROWS)
-            place = np.searchsorted(self._bounds, rows[part], side="right") - 1
-            np.add.at(found, member[part], mark[place])
-        return np.flatnonzero((present != size) | (found != total))
-
     def _membership_error(
-        self, rows: Int64Array, channel: int, wrong: Int64Array, labels: Callable[[int], str]
+        self, rows: Int32Array, channel: int, wrong: int, labels: Callable[[int], str]
     ) -> MergeInputError | MissingMemberError:
         ranks = [self.rank_of(int(row)) for row in rows]
         expected = self.channels.expected(channel)
         what = labels(int(rows[0]))
-        more = f"; {len(wrong) - 1} more operations are incomplete" if len(wrong) > 1 else ""
+        more = f"; {wrong - 1} more operations are incomplete" if wrong > 1 else ""
         doubled = [rank for rank in sorted(set(ranks)) if ranks.count(rank) > 1]
         if doubled:
             return MergeInputError(
@@ -321,29 +324,34 @@ class Assembly:
             rows=tuple(int(row) for row in rows),
         )
 
-    def _check_signatures(
-        self, rows: Int64Array, member: Int64Array, count: int, labels: Callable[[int], str]
-    ) -> None:
-        signature = self._signature[rows]
-        first = np.zeros(count, np.int32)
-        first[member] = signature
-        wrong = np.flatnonzero(first[member] != signature)
-        if not len(wrong):
-            return
-        instance = int(member[wrong].min())
-        members = np.flatnonzero(member == instance)
-        reference = signature[members[0]]
-        other = members[(signature[members] != reference).argmax()]
-        raise StructureError(
-            "two ranks disagree about one operation: "
-            f"{labels(int(rows[members[0]]))} | {labels(int(rows[other]))}",
-            hint="the slices come from different jobs or versions of the program",
-        )
+
+def _check_signatures(
+    members: _Members, number_of: Int64Array, count: int, labels: Callable[[int], str]
+) -> None:
+    """Members of one operation must agree about what it is."""
+    first = np.zeros(count, np.int32)
+    first[number_of] = members.signature
+    wrong = np.flatnonzero(first[number_of] != members.signature)
+    if not len(wrong):
+        return
+    involved = np.flatnonzero(number_of == number_of[wrong].min())
+    involved = involved[np.argsort(members.row[involved])]
+    signature = members.signature[involved]
+    other = involved[(signature != signature[0]).argmax()]
+    raise StructureError(
+        "two ranks disagree about one operation: "
+        f"{labels(int(members.row[involved[0]]))} | {labels(int(members.row[other]))}",
+        hint="the slices come from different jobs or versions of the program",
+    )
 
 
-def signatures(rows: Rows) -> NDArray[np.int32]:
-    """int32[n], equal for members of one operation: kind, dtype and, unless it may vary, bytes."""
-    kind = np.where(rows.kind == _RECV, np.uint8(_SEND), rows.kind).astype(np.int64)
-    payload = np.where(rows.kind == _ALL_TO_ALL, np.int64(-1), rows.bytes)
-    mixed = (payload + 1) * np.int64(0x2545F4914F6CDD1D) + kind * 256 + rows.dtype
+def signatures(rows: Rows, chosen: Int64Array) -> Int32Array:
+    """Of some rows, a number equal for members of one operation.
+
+    It comes from kind, dtype and, unless ranks may differ in it, bytes.
+    """
+    kind, dtype = rows.kind[chosen], rows.dtype[chosen].astype(np.int64)
+    payload = np.where(kind == _ALL_TO_ALL, np.int64(-1), rows.bytes[chosen])
+    kind = np.where(kind == _RECV, np.uint8(_SEND), kind).astype(np.int64)
+    mixed = (payload + 1) * np.int64(0x2545F4914F6CDD1D) + kind * 256 + dtype
     return (mixed ^ (mixed >> np.int64(32))).astype(np.int32)

@@ -317,7 +317,7 @@ def _gaps(rows: Rows, start: Int64Array, end: Int64Array) -> tuple[Int64Array, I
     none = np.zeros(len(rows), np.int64)
     if not len(dependent):
         return none, none
-    owner = np.repeat(np.arange(len(rows)), counts)
+    owner = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
     ended = end[owner - rows.distance]
     if rows.lags is not None:
         ended = ended + rows.lags

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -74,7 +75,7 @@ class Rows:
         group: int32[n], *position* of the process group in the header.
         seq, bytes, start, dur, transfer: int64[n].
         offsets: int64[n + 1]; row i depends on the rows `i - distance[offsets[i]:offsets[i + 1]]`.
-        distance: int64[e].
+        distance: int32[e].
         lags: int64[e], or None if no edge has a lag.
         far_row, far_id, far_lag: edges from other ranks: row, id of the node it depends on, lag.
     """
@@ -93,7 +94,7 @@ class Rows:
     transfer: Int64Array
     source: UInt8Array
     offsets: Int64Array
-    distance: Int64Array
+    distance: Int32Array
     lags: Int64Array | None
     far_row: Int64Array
     far_id: Int64Array
@@ -187,7 +188,7 @@ def rows_of(table: pl.DataFrame, header: TraceHeader, where: str, *, partial: bo
         MergeInputError: rows do not count up from 0 within each rank, an edge points outside
             its rank, a group is unknown; `where` and the row are named.
     """
-    table = _sorted(table.rechunk())
+    table = _sorted(table)
     if partial:
         none = {name: pl.lit(None, node_schema()[name]) for name in ("deps", "xdeps", "lag_ns")}
         table = table.with_columns(**none)
@@ -202,7 +203,7 @@ def rows_of(table: pl.DataFrame, header: TraceHeader, where: str, *, partial: bo
             where=where,
             hint="the file was cut, or written by something else than this toolkit; " + _CHECK_HINT,
         )
-    counts, distance = list_lengths(table["deps"]), list_values(table["deps"])
+    counts, distance = list_lengths(table["deps"]), list_values(table["deps"], pl.Int32)
     outside = (distance < 1) | (distance > np.repeat(index, counts))
     if outside.any():
         bad = int(np.repeat(np.arange(len(rank)), counts)[outside.argmax()])
@@ -282,12 +283,12 @@ def list_lengths(lists: pl.Series) -> Int64Array:
     return lists.list.len().fill_null(0).cast(pl.Int64).to_numpy()
 
 
-def list_values(lists: pl.Series) -> Int64Array:
-    """int64, the entries of all lists in a row."""
+def list_values(lists: pl.Series, dtype: type[pl.DataType] = pl.Int64) -> NDArray[Any]:
+    """The entries of all lists in a row, int64 or as the type given."""
     if lists.null_count() == len(lists):
-        return np.empty(0, np.int64)
+        return np.empty(0, np.int32 if dtype == pl.Int32 else np.int64)
     flat = lists.explode(empty_as_null=False, keep_nulls=False)
-    return flat.cast(pl.Int64).to_numpy()
+    return flat.cast(dtype).to_numpy()
 
 
 def _sorted(table: pl.DataFrame) -> pl.DataFrame:

@@ -107,7 +107,10 @@ def report_of(
     ends = job.assembly.step_runs().ends(timing.end_ns)
     first, last = int(timing.start_ns.min()), int(timing.end_ns.max())
     times = StepTimes.between(first, list(ends.values()), last)
-    source = np.bincount(job.assembly.source, minlength=256)
+    source = np.zeros(256, np.int64)
+    for first_row in range(0, graph.rows, _BLOCK_ROWS):
+        codes = job.assembly.source[first_row : first_row + _BLOCK_ROWS]
+        source += np.bincount(codes, minlength=256)
     synced = waiting_rows(graph)
     gaps = [
         int(timing.start_ns[reached] - timing.end_ns[left])
