@@ -104,6 +104,8 @@ class Assembly:
         self.source = np.full(rows, ABSENT, np.uint8)
         self.spread: Int64Array | None = None
         self.gaps_ns = 0
+        self.lags_are_gaps = True
+        """Whether all dependencies of a row have the same lag."""
         self._release: Int64Array | None = None
         self._offsets = np.zeros(rows + 1, np.int64)
         self._members: list[_Members] = []
@@ -127,6 +129,7 @@ class Assembly:
             edges = slice(int(rows.offsets[first]), int(rows.offsets[last]))
             owner = np.repeat(np.arange(target, target + last - first, dtype=np.int32), counts)
             lags = None if rows.lags is None else rows.lags[edges]
+            self.lags_are_gaps &= lags is None and not len(rows.far_row)
             if values.gap is not None and values.gap[part].any():
                 gaps = np.repeat(values.gap[part], counts)
                 lags = gaps if lags is None else gaps + lags

@@ -32,6 +32,7 @@ from prismtrace.ranks import format_ranks
 from prismtrace.schema import TraceHeader, TransferSource
 from prismtrace.trace import (
     BESIDE_KEY,
+    GAP_COLUMN,
     METADATA_KEY,
     ROW_GROUP_ROWS,
     Trace,
@@ -199,7 +200,9 @@ class Calibrated:
                 {
                     name: self.schema[name]
                     for name in names
-                    if table.schema.get(name) != self.schema[name] and name in table.columns
+                    if name in self.schema
+                    and name in table.columns
+                    and table.schema[name] != self.schema[name]
                 }
             )
         )
@@ -225,6 +228,7 @@ class Calibrated:
             "slack_ns": lambda: pl.Series(self.slack[part]),
             "critical": lambda: pl.Series(self.critical[part]),
             "lag_ns": lambda: self._lags(part, table),
+            GAP_COLUMN: lambda: pl.Series(self._gaps(part)),
         }
         if self.assembly.spread is not None:
             spread = self.assembly.spread
@@ -244,6 +248,15 @@ class Calibrated:
         names = pl.concat([_SOURCES, pl.Series([None], dtype=pl.String)]).cast(dtype)
         place = np.where(codes == ABSENT, len(_SOURCES), codes)
         return names.gather(pl.Series(place.astype(np.uint32)))
+
+    def _gaps(self, part: slice) -> Int64Array:
+        """Lag of the first dependency of every row; 0 without dependencies."""
+        offsets = self.graph.dep_offsets[part.start : part.stop + 1]
+        gaps = np.zeros(part.stop - part.start, np.int64)
+        dependent = offsets[1:] > offsets[:-1]
+        if self.graph.dep_lag_ns is not None:
+            gaps[dependent] = self.graph.dep_lag_ns[offsets[:-1][dependent]]
+        return gaps
 
     def _lags(self, part: slice, table: pl.DataFrame) -> pl.Series:
         lags = self.graph.dep_lag_ns
@@ -273,14 +286,16 @@ class Calibrated:
         """
         target = Path(path).absolute()
         names = [*_COMPUTED]
-        if self.graph.dep_lag_ns is None:
+        if self.graph.dep_lag_ns is None or self.assembly.lags_are_gaps:
             names.remove("lag_ns")
+        if self.graph.dep_lag_ns is not None and self.assembly.lags_are_gaps:
+            names.append(GAP_COLUMN)
         if self.chained:
             names.append("deps")
         if self.assembly.spread is not None:
             names.append(_SPREAD)
         files = [self._file_entry(piece, ranks, target) for piece, ranks in self._owners()]
-        schema = pl.Schema({name: self.schema[name] for name in names})
+        schema = pl.Schema({name: self.schema.get(name, pl.Int64()) for name in names})
         _stream(path, self.header, lambda: self.blocks(names), schema, files)
 
     def _file_entry(self, piece: Piece, ranks: list[int], target: Path) -> dict[str, object]:
