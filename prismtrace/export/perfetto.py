@@ -8,6 +8,7 @@ beside the stream's.
 
 What a viewer shows beside the spans:
 
+* the thread "steps", first of each process, has a slice for every training step of the rank;
 * the wait of an aligned communication is a slice "wait" inside its span;
 * each member of a sync instance that had to wait is reached by an arrow (a flow) from the
   member that came last: it shows whom the others waited for. Both ends lie at the moment of
@@ -44,6 +45,9 @@ __all__ = ["export_perfetto"]
 
 LANE_TIDS = 1 << 16
 """Thread ids of a stream's further lanes start here; the first lane has the stream's number."""
+
+STEPS_TID = 1 << 30
+"""Thread id of the slices that show training steps; above those of all lanes that occur."""
 
 _ARGS = (
     "kind",
@@ -145,8 +149,37 @@ class _Writer:
                 _meta(rank, None, "process_sort_index", sort_index=rank),
             ]
         )
+        self.write_steps(rank, rows)
         for part in rows.partition_by("stream", maintain_order=True):
             self.write_stream(rank, part["stream"][0], part)
+
+    def write_steps(self, rank: int, rows: pl.DataFrame) -> None:
+        """A slice for each training step of one rank: from its first start to its last end.
+
+        What a step still runs while the next one has begun is cut off; the slices of a thread
+        must not overlap.
+        """
+        end = (pl.col("start_ns") + pl.col("dur_ns")).max()
+        steps = (
+            rows.drop_nulls("step")
+            .group_by("step")
+            .agg(start_ns=pl.col("start_ns").min(), end_ns=end)
+            .sort("start_ns", "step")
+            .with_columns(end_ns=pl.min_horizontal("end_ns", pl.col("start_ns").shift(-1)))
+        )
+        if not steps.height:
+            return
+        self.write(
+            [
+                _meta(rank, STEPS_TID, "thread_name", name="steps"),
+                _meta(rank, STEPS_TID, "thread_sort_index", sort_index=-1),
+                *(
+                    f'{{"ph":"X","cat":"step","name":"step {step}","pid":{rank},'
+                    f'"tid":{STEPS_TID},"ts":{self.time(start)},"dur":{_us(end - start)}}}'
+                    for step, start, end in steps.iter_rows()
+                ),
+            ]
+        )
 
     def write_stream(self, rank: int, stream: int, rows: pl.DataFrame) -> None:
         """Events of one stream, rows in order of start."""

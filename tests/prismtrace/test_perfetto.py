@@ -12,7 +12,7 @@ import pytest
 from prismtrace import blocks
 from prismtrace.converters import convert
 from prismtrace.errors import OutputError, TraceError
-from prismtrace.export.perfetto import assign_lanes, export_perfetto
+from prismtrace.export.perfetto import STEPS_TID, assign_lanes, export_perfetto
 from prismtrace.exporting import export
 from prismtrace.trace import open_trace
 
@@ -55,13 +55,38 @@ def test_processes_are_ranks_and_threads_are_streams(job, tmp_path):
     assert named["process_sort_index", 1, None] == {"sort_index": 1}
     assert named["thread_name", 1, 0] == {"name": "stream 7"}
     assert named["thread_name", 0, 1] == {"name": "stream 20"}
-    assert len([key for key in named if key[0] == "thread_name"]) == 4
+    assert named["thread_name", 0, STEPS_TID] == {"name": "steps"}
+    assert len([key for key in named if key[0] == "thread_name"]) == 4 + 2
+
+
+def test_steps_have_a_thread_of_their_own(make_trace, tmp_path):
+    # On rank 0 step 4 begins while step 3 still communicates; rank 1 has no step.
+    rows = [
+        {"step": 3, "start_ns": 0, "dur_ns": 10},
+        {"step": 3, "start_ns": 10, "dur_ns": 50, "stream": 1},
+        {"step": 4, "start_ns": 40, "dur_ns": 30},
+        {"start_ns": 70, "dur_ns": 5},
+        {"rank": 1, "start_ns": 0, "dur_ns": 5},
+    ]
+    trace = make_trace(*rows)
+    spans = events(trace, tmp_path, "X")
+    steps = [
+        (e["pid"], e["name"], e["ts"], e["dur"], e["tid"]) for e in spans if e["cat"] == "step"
+    ]
+    assert steps == [
+        (0, "step 3", Decimal("0.000"), Decimal("0.040"), STEPS_TID),
+        (0, "step 4", Decimal("0.040"), Decimal("0.030"), STEPS_TID),
+    ]
+    assert_nested(spans)
+    named = [e["args"]["name"] for e in events(trace, tmp_path, "M") if e["name"] == "thread_name"]
+    assert named.count("steps") == 1
 
 
 def test_times_are_microseconds_from_the_first_start(job, tmp_path):
     whole = exported(job, tmp_path)
     assert whole["baseTimeNanoseconds"] == 1_000
-    spans = [e for e in whole["traceEvents"] if e["ph"] == "X" and e["cat"] != "wait"]
+    drawn = ("compute", "communication")
+    spans = [e for e in whole["traceEvents"] if e["ph"] == "X" and e["cat"] in drawn]
     assert len(spans) == 7
     assert [(e["ts"], e["dur"]) for e in spans if e["pid"] == 1] == [
         (Decimal("0.000"), Decimal("0.050")),
@@ -277,7 +302,8 @@ def test_a_recorded_job(data_dir, tmp_path):
 QUERY = """
 select 'processes', count(*) from process where name like 'rank %'
 union all select 'threads', count(*) from thread where name like 'stream %'
-union all select 'spans', count(*) from slice where name != 'wait'
+union all select 'spans', count(*) from slice where name != 'wait' and category != 'step'
+union all select 'steps', count(*) from slice where category = 'step'
 union all select 'waits', count(*) from slice where name = 'wait' and depth = 1
 union all select 'flows', count(*) from flow
 union all select 'problems', ifnull(sum(value), 0) from stats
@@ -300,6 +326,7 @@ def test_perfetto_reads_it(job, tmp_path):
         "processes": 2,
         "threads": 4,
         "spans": 7,
+        "steps": 2,
         "waits": 2,
         "flows": 2,
         "problems": 0,
