@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prismtrace.console import print_json, progress, table
+from prismtrace.console import counted, print_json, progress, table
 
 if TYPE_CHECKING:
     import polars as pl
@@ -136,7 +136,7 @@ def health(
 
 def _print_health(found: Health, limit: int, slower: float) -> None:
     print(
-        f"{found.ranks.height} ranks, {found.compared:.0%} of the expected computation compared: "
+        f"{counted(found.ranks.height, 'rank')}, {found.compared:.0%} of the expected computation compared: "
         f"usually x {found.usual_ratio:.3f} of what was expected, "
         f"scatter between ranks {found.scatter:.1%}"
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prismtrace.console import print_json, progress, table
+from prismtrace.console import counted, print_json, progress, table
 
 if TYPE_CHECKING:
     from prismcalib.stragglers import StragglerReport
@@ -103,7 +103,7 @@ def _print(report: StragglerReport, limit: int) -> None:
         ],
     )
     if report.without_peers:
-        print(f"{report.without_peers} operations have no peer on another rank")
+        print(f"without a peer on another rank: {counted(report.without_peers, 'operation')}")
     for by, parts in report.parts.items():
         print()
         numbered = by == "rank" and report.source_ranks is not None

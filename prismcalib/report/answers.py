@@ -48,7 +48,7 @@ def path_section(summary: RunSummary) -> str:
         ("idle between kernels", "inner-idle", path.inner_idle_ns),
         ("transfers", "transfer", path.transfer_ns),
         ("communication without recorded partners", "wait", path.unmatched_ns),
-        ("idle gaps between spans (launch and host delays)", "inner-idle", path.gap_ns),
+        ("idle (launch and host delays)", "inner-idle", path.gap_ns),
         ("before the path starts", "inner-idle", path.lead_in_ns),
     ]
     whole = render_table(
@@ -66,6 +66,8 @@ def path_section(summary: RunSummary) -> str:
         table = path.shares(column)
         if table[column].null_count() == table.height or (column == "step" and table.height < 2):
             continue
+        if column == "step":
+            table = table.sort("step", nulls_last=True)
         more = f", first 8 of {table.height}" if table.height > 8 else ""
         shares.append(
             render_table(
@@ -76,7 +78,7 @@ def path_section(summary: RunSummary) -> str:
         )
     longest = render_table(
         "longest segments",
-        ("rank", "name", "kind", "group", "seq", "busy", "idle inside", "gap before"),
+        ("rank", "name", "kind", "group", "seq", "busy", "idle between kernels", "idle"),
         [
             (
                 Number(row["rank"]),

@@ -34,7 +34,7 @@ PART_WORDS = {
     "inner_idle": "idle between kernels",
     "transfer": "transferring",
     "wait": "waiting for other ranks",
-    "gap": "nothing running",
+    "gap": "idle",
 }
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 PART_CLASSES = {part: part.replace("_", "-") for part in PART_WORDS}

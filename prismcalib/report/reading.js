@@ -120,7 +120,7 @@ function rankText(line) {
 
 const PART_NAMES = {
   compute: "computing", inner_idle: "idle between kernels", transfer: "transferring",
-  wait: "waiting", gap: "nothing running",
+  wait: "waiting", gap: "idle",
 };
 
 function describeSpan(lane, i) {
