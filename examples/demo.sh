@@ -41,11 +41,15 @@ run prismcalib critical-path "$out/aligned.parquet"
 explain "Rank 2 should hold most of the path, for it computes on the long sequences while the others" \
     "wait. On fewer cores than ranks, whom the operating system let wait shows up as well."
 
-say "5. Export: the same timeline for your eyes"
+say "5. Stragglers: what each rank costs, and the likely cause"
+run prismcalib stragglers "$out/aligned.parquet" --limit 4
+
+say "6. For your eyes: a report for any browser, and the timeline for Perfetto"
+run prismcalib report "$out/aligned.parquet" -o "$out/report.html"
 run prismtrace export "$out/aligned.parquet" --to perfetto -o "$out/aligned.json.gz"
 explain "Open $out/aligned.json.gz at https://ui.perfetto.dev; arrows join partners."
 
-say "6. Predict: the step time this graph implies"
+say "7. Predict: the step time this graph implies"
 run prismcalib predict "$out/aligned.parquet"
 
 say "Done. Everything is in $out; the commands above work on your own traces as well."

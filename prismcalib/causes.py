@@ -219,7 +219,7 @@ def _rank_suspects(
             evidence,
             "see what keeps its host from launching: other processes, pinning, CPU frequency"
             if host
-            else "check the GPU's clocks, temperature and memory errors, and its neighbours",
+            else "compare its share of the data first, then its device's clocks, temperature and memory errors",
             durations,
         )
 

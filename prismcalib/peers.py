@@ -9,7 +9,8 @@ Two notions of peer:
   operations that are large and alike: forward and backward of a microbatch.
 * `position`: operations at the same place in ranks that do the same in a step, over ranks and
   steps; all take the median.  Works at any grain, layers and kernels included; what differs
-  between stages is not compared.
+  between stages is not compared.  Where ranks cut their computation differently (CPU traces,
+  whose spans end at pauses) what lies between two communications is compared as a whole.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from prismcalib.graph import Int64Array
 from prismcalib.places import group_family
@@ -84,7 +86,44 @@ def peer_durations(
     found = table.join(classes, on="class", how="left", maintain_order="left", nulls_equal=True)
     typical = np.rint(found["typical"].to_numpy()).astype(np.int64)
     lonely = found["lonely"].to_numpy()
+    if peers == "position" and lonely.any():
+        whole, alone = _between_communications(rows, table["local"], duration_ns)
+        typical, lonely = np.where(lonely, whole, typical), lonely & alone
     return np.where(lonely, duration_ns, typical), int(lonely.sum())
+
+
+def _between_communications(
+    rows: pl.DataFrame, local: pl.Series, duration_ns: Int64Array
+) -> tuple[Int64Array, NDArray[np.bool_]]:
+    """int64[n] and bool[n]: durations scaled to those of peers, and which rows have none.
+
+    Ranks and steps with the same communications are peers. Between the k-th communication and
+    the next they share the median of their computation, and the k-th takes its median.
+    """
+    turn = ["rank", "step"]
+    numbered = rows.select(
+        *turn, "kind", "microbatch", "chunk", local=local, duration=pl.Series(duration_ns)
+    ).with_columns(k=(~pl.col("local")).cast(pl.UInt64).cum_sum().over(turn))
+    # Not the stream: which of gloo's threads takes a work is chance.
+    looks = pl.struct("kind", "microbatch", "chunk", "k").hash(seed=17)
+    sequence = pl.when("local").then(pl.lit(0, pl.UInt64)).otherwise(looks).sum().over(turn)
+    parts = numbered.with_columns(sequence=sequence).select(
+        *turn, "duration", part=pl.struct("sequence", "k", "local").hash(seed=19)
+    )
+    totals = parts.group_by(*turn, "part").agg(total=pl.col("duration").sum())
+    typical = totals.group_by("part").agg(
+        typical=pl.col("total").median(), alone=pl.col("rank").min() == pl.col("rank").max()
+    )
+    found = parts.join(
+        totals.join(typical, on="part"),
+        on=[*turn, "part"],
+        how="left",
+        maintain_order="left",
+        nulls_equal=True,
+    )
+    scale = found["typical"] / found["total"].clip(lower_bound=1)
+    scaled = np.rint((found["duration"] * scale).to_numpy()).astype(np.int64)
+    return scaled, found["alone"].to_numpy()
 
 
 def _positions(rows: pl.DataFrame) -> pl.Series:

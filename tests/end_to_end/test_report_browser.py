@@ -227,7 +227,5 @@ def test_keys_and_pointer(pages, browser, ranks, tmp_path):
     assert shown["scroll"] == shown["wheel"], "the page's own scrolling must stay usable"
     assert shown["button"].startswith("whole window")
     if ranks == 1024:
-        assert re.search(
-            r"(computing|waiting|transferring|idle) about \d+ %", said["map"][2]
-        )
+        assert re.search(r"(computing|waiting|transferring|idle) about \d+ %", said["map"][2])
         assert said["rank"][1] == "rank 3 (stage 0)"
