@@ -36,7 +36,7 @@ type: $(VENV)/.dev ## mypy --strict on the three packages
 bench: $(VENV)/.dev ## run every benchmark script (minutes; wants a quiet machine)
 	@for script in benchmarks/*.py; do echo "== $$script"; PYTHONPATH=. $(PY) "$$script"; done
 
-docs: $(VENV)/.dev ## regenerate schemas/, docs/reference/cli.md and the frozen flags
+docs: $(VENV)/.dev ## regenerate schemas/, the commands' and columns' pages, the frozen flags
 	$(PY) -m pytest -q tests/contract --regenerate
 
 clean: ## remove the environment, caches and the demo's output

@@ -125,7 +125,9 @@ def read_comm_log(path: str | os.PathLike[str], *, assumed: Assumed | None = Non
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise InputFileError(
-            f"cannot read the file: {error.strerror or error}", where=str(file)
+            f"cannot read the file: {error.strerror or error}",
+            where=str(file),
+            hint="check the path",
         ) from error
     skipped: Counter[str] = Counter()
     if _JSON.match(text):

@@ -62,6 +62,8 @@ def read_groups_file(path: Path) -> dict[str, Ranks]:
             str(name): parse_ranks(ranks) if isinstance(ranks, str) else tuple(map(int, ranks))
             for name, ranks in raw.items()
         }
+    except FileNotFoundError as error:
+        raise InputFileError("no such file", where=str(path), hint="check the path") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise InputFileError(
             f"not a groups file: {error}",

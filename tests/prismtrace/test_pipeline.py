@@ -214,7 +214,7 @@ def test_groups_from_a_file(tmp_path: Path) -> None:
         groups.write_text(text)
         with pytest.raises(TraceError, match=problem):
             convert(files, tmp_path / "run.parquet", groups=groups)
-    with pytest.raises(InputFileError, match="not a groups file"):
+    with pytest.raises(InputFileError, match="no such file"):
         convert(files, tmp_path / "run.parquet", groups=tmp_path / "absent.json")
 
 

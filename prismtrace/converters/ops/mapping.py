@@ -201,9 +201,13 @@ def load_mapping(path: str | os.PathLike[str] | None) -> ColumnMapping:
     try:
         raw: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputFileError(f"cannot be read: {error.strerror}", where=where) from error
+        raise InputFileError(
+            f"cannot be read: {error.strerror}", where=where, hint="check the path"
+        ) from error
     except ValueError as error:
-        raise InputFileError(f"not TOML: {error}", where=where) from error
+        raise InputFileError(
+            f"not TOML: {error}", where=where, hint="texts need quotes, numbers none"
+        ) from error
     try:
         return ColumnMapping.model_validate(raw)
     except ValidationError as error:
