@@ -6,12 +6,14 @@ Importing this module imports numba: about half a second.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
 __all__ = [
@@ -47,12 +49,31 @@ def read_only(array: Any) -> Any:
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function compiled at its first call, kept on disk where a folder can be written."""
-    options = {"nogil": True, "boundscheck": False}
-    try:
-        return numba.njit(cache=True, **options)(function)  # type: ignore[no-any-return]
-    except RuntimeError:
-        # numba found no writable folder: compile once per process instead.
-        return numba.njit(**options)(function)  # type: ignore[no-any-return]
+    dispatcher = numba.njit(nogil=True, boundscheck=False)(function)
+    # No writable folder: compile once per process instead.
+    with suppress(RuntimeError, OSError):
+        # What `cache=True` would set, but for the kind of cache.
+        dispatcher._cache = _LenientCache(function)  # noqa: SLF001
+    return dispatcher  # type: ignore[no-any-return]
+
+
+class _LenientCache(FunctionCache):  # type: ignore[misc]
+    """numba's cache on disk; one that is damaged, full or unwritable only costs time."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The code compiled earlier, or None."""
+        # Unpickling what was damaged raises anything.
+        with suppress(Exception):
+            return super().load_overload(sig, target_context)
+        # Start anew, or it would be found damaged each time.
+        with suppress(OSError):
+            self.flush()
+        return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep compiled code, if that can be done."""
+        with suppress(Exception):
+            super().save_overload(sig, data)
 
 
 def _prefetch_intrinsic(write: int) -> Any:

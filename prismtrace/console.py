@@ -20,10 +20,14 @@ Nothing here imports Rich, Polars or Pydantic before it is needed, so that `--he
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import errno
 import numbers
 import os
+import signal
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -111,12 +115,14 @@ def run(app: typer.Typer) -> NoReturn:
     nobody handled or a missing optional dependency ends with 1 and no traceback. Any other
     exception is a bug of ours and keeps its traceback.
     """
+    _open_closed_streams()
     code: int | str | None = 0
     try:
-        app()
+        try:
+            app()
+        except SystemExit as exit_:
+            code = exit_.code
         sys.stdout.flush()
-    except SystemExit as exit_:
-        code = exit_.code
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
@@ -134,27 +140,87 @@ def run(app: typer.Typer) -> NoReturn:
         )
         code = 1
     except OSError as error:
-        _print_failure(
-            error.strerror or str(error),
-            where=error.filename,
-            hint="check the path" if isinstance(error, FileNotFoundError) else None,
-        )
+        _print_os_error(error)
         code = 1
     except MemoryError:
-        _print_failure("out of memory", hint="use fewer --jobs, or convert fewer ranks at a time")
+        _print_failure(
+            "out of memory",
+            where=" ".join([Path(sys.argv[0]).name, *sys.argv[1:2]]),
+            hint="use fewer --jobs where the command has them, fewer ranks at a time, or a machine "
+            "with more memory",
+        )
         code = 1
-    _flush_stdout_quietly()
+    # Ctrl-C while the interpreter shuts down ends it without a traceback.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    _flush_stdout()
     sys.exit(code)
 
 
-def _flush_stdout_quietly() -> None:
-    """Flush now, so that a reader that went away (`| head`) costs no message at shutdown."""
+def _open_closed_streams() -> None:
+    """Connect standard streams that the caller closed (`>&-`) with nothing.
+
+    Python has None in their place, and the next file that is opened would get their number.
+    """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(number)
+        except OSError:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            if nothing != number:
+                os.dup2(nothing, number)
+                os.close(nothing)
+        # Left open: it is a standard stream from now on.
+        setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+
+
+def _flush_stdout() -> bool:
+    """Flush now, so that an output that takes no more costs no message at shutdown.
+
+    False if stdout takes no more: its reader went away (`| head`), or its disk is full.
+    """
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
     except ValueError:  # already closed
         pass
+    return True
+
+
+def _is_stdout_full() -> bool:
+    """Whether it was stdout that took no more: writing to it fails without a name."""
+    if not _flush_stdout():
+        return True
+    try:
+        number = sys.stdout.fileno()
+    except (OSError, ValueError):  # not a file
+        return False
+    try:
+        # Nothing may be left to flush if stdout is unbuffered; devices refuse even no bytes.
+        os.write(number, b"")
+        regular = stat.S_ISREG(os.fstat(number).st_mode)
+        return regular and os.statvfs(number).f_bavail == 0
+    except OSError:
+        return True
+
+
+def _print_os_error(error: OSError) -> None:
+    """An error of the operating system that no part of the toolkit expected."""
+    hints = {
+        errno.ENOENT: "check the path",
+        errno.EACCES: "check who may read and write it",
+        errno.ENOSPC: "free some space, or write to another disk",
+        errno.EDQUOT: "free some space, or write to another disk",
+        errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    }
+    hint = hints.get(error.errno or 0, "check the disk or device")
+    where = error.filename
+    if where is None:
+        where = "stdout" if _is_stdout_full() else "a temporary file or a device"
+    _print_failure(error.strerror or str(error), where=where, hint=hint)
 
 
 def print_error(error: PrismError) -> None:
