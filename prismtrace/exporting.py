@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import StrEnum
 
+from prismtrace.output import refuse_inputs
 from prismtrace.trace import PathLike, Trace
 
 __all__ = ["ExportFormat", "export"]
@@ -33,8 +34,9 @@ def export(
     Raises:
         ValueError: `to` is no `ExportFormat`.
         TraceError: a trace without times cannot be drawn.
-        OutputError: the file cannot be written.
+        OutputError: the file cannot be written, or is one of the trace's.
     """
+    refuse_inputs(path, trace.paths)
     # The formats are independent of each other; only the one asked for is loaded.
     if ExportFormat(to) is ExportFormat.PERFETTO:
         from prismtrace.export.perfetto import export_perfetto

@@ -5,14 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prismtrace.errors import OutputError, PrismError
 
-__all__ = ["atomic_output"]
+__all__ = ["atomic_output", "output_error", "refuse_inputs", "temporary_prefix", "writable_target"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SHORT_NAME = 40  # of the target in a temporary name, which must not become too long itself
 
 
 @contextmanager
@@ -20,55 +24,119 @@ def atomic_output(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it takes the place of `path`.
 
     When the block fails or is interrupted the temporary file is removed and whatever was at
-    `path` stays as it was.
+    `path` stays as it was. A file that is replaced keeps its permissions; where `path` is a
+    link, the file that it leads to is replaced.
 
     Raises:
-        OutputError: the folder is missing or read-only, `path` is a folder, the disk is full.
+        OutputError: see `writable_target`; or the folder is read-only, the disk is full.
     """
-    target = Path(path)
-    if target.is_dir():
-        raise OutputError(
-            "the output path is a folder", where=str(target), hint="name a file inside it"
-        )
+    shown, target = Path(path), writable_target(path)
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+        handle, name = tempfile.mkstemp(
+            prefix=temporary_prefix(target), suffix=".tmp", dir=target.parent
+        )
         os.close(handle)
     except OSError as error:
-        raise _output_error(target, error) from error
+        raise output_error(shown, error.errno or 0) from error
     temporary = Path(name)
     try:
         yield temporary
-        # mkstemp makes files private; results get the permissions a plain open() would give.
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)
+        temporary.chmod(_permissions(target))
         temporary.replace(target)
     except PrismError:
         raise
     except OSError as error:
-        raise _output_error(target, error) from error
+        raise output_error(shown, error.errno or 0) from error
     except Exception as error:
         # Polars wraps the operating system's error into its own types.
         code = re.search(r"\(os error (\d+)\)", str(error))
         if code is None:
             raise
-        wrapped = OSError(int(code[1]), os.strerror(int(code[1])))
-        raise _output_error(target, wrapped) from error
+        raise output_error(shown, int(code[1])) from error
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()
 
 
-def _output_error(target: Path, error: OSError) -> OutputError:
+def writable_target(path: str | os.PathLike[str]) -> Path:
+    """The file that a result named `path` is written to: `path`, or what a link leads to.
+
+    Raises:
+        OutputError: there is a folder, a device or a pipe at `path`, or it cannot be a file's.
+    """
+    target = Path(os.path.realpath(path))
+    try:
+        found = target.lstat().st_mode
+    except FileNotFoundError:
+        return target
+    except OSError as error:
+        raise output_error(Path(path), error.errno or 0) from error
+    if stat.S_ISDIR(found):
+        raise OutputError(
+            "the output path is a folder", where=str(path), hint="name a file inside it"
+        )
+    if not stat.S_ISREG(found):
+        raise OutputError(
+            "the output path is a device, a pipe or a link in a circle; none of them is written to",
+            where=str(path),
+            hint="name a file; it is written beside its place first and then renamed",
+        )
+    return target
+
+
+def refuse_inputs(
+    path: str | os.PathLike[str], inputs: Iterable[str | os.PathLike[str] | None]
+) -> None:
+    """Refuse to replace a file that is read, whatever name it is called by.
+
+    Raises:
+        OutputError: `path` is one of the inputs.
+    """
+    for source in inputs:
+        # What is not there, or may not be looked at, cannot be the same; others will tell.
+        with suppress(OSError):
+            if source is not None and Path(path).samefile(source):
+                raise OutputError(
+                    "the output is one of the inputs", where=str(path), hint="name another file"
+                )
+
+
+def temporary_prefix(target: Path) -> str:
+    """How the names of temporary files for `target` begin: hidden, and plain text."""
+    plain = target.name.encode("ascii", "replace").decode().replace("?", "_")
+    return f".{plain[:_SHORT_NAME]}."
+
+
+def _permissions(target: Path) -> int:
+    """Those of the file that is replaced, else what a plain open() would give."""
+    with suppress(OSError):
+        return stat.S_IMODE(target.stat().st_mode)
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+def output_error(path: Path, number: int) -> OutputError:
+    """What the operating system's error `number` means for writing to `path`."""
     hints = {
-        errno.ENOSPC: "free some space or write to another disk; nothing was left behind",
         errno.ENOENT: "make the folder first",
         errno.ENOTDIR: "the parent is not a folder",
-        errno.EACCES: "choose a folder that you may write to",
-        errno.EROFS: "choose a folder that you may write to",
+        errno.ENAMETOOLONG: "choose a shorter name",
     }
+    hint = hints.get(number, "choose a folder that you may write to")
+    if number in _FULL:
+        hint = "free some space or write to another disk; nothing was left behind"
+    if number == errno.ENOSPC and _no_file_more(path):
+        hint = "the disk has space but takes no more files (df -i): delete some; nothing was left"
     return OutputError(
-        f"cannot write the result: {error.strerror or error}",
-        where=str(target),
-        hint=hints.get(error.errno or 0),
+        f"cannot write the result: {os.strerror(number) if number else 'unknown error'}",
+        where=str(path),
+        hint=hint,
     )
+
+
+def _no_file_more(path: Path) -> bool:
+    with suppress(OSError, AttributeError):
+        disk = os.statvfs(path.parent)
+        return disk.f_files > 0 and disk.f_favail == 0
+    return False

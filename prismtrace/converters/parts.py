@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -12,11 +11,9 @@ from pathlib import Path
 
 import polars as pl
 
-from prismtrace.errors import OutputError
+from prismtrace.output import output_error, temporary_prefix, writable_target
 
 __all__ = ["disk_errors", "workspace"]
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -24,22 +21,15 @@ def workspace(target: Path) -> Iterator[Path]:
     """A temporary folder beside `target`, removed however the block ends.
 
     Raises:
-        OutputError: `target` is a folder, or nothing can be written beside it.
+        OutputError: `target` is no file's place, or nothing can be written beside it.
     """
-    if target.is_dir():
-        raise OutputError(
-            "the output path is a folder", where=str(target), hint="name a file inside it"
-        )
+    real = writable_target(target)
     try:
         folder = tempfile.TemporaryDirectory(
-            prefix=f".{target.name}.", suffix=".parts", dir=target.parent
+            prefix=temporary_prefix(real), suffix=".parts", dir=real.parent
         )
     except OSError as error:
-        raise OutputError(
-            f"cannot write the result: {error.strerror}",
-            where=str(target),
-            hint="name a file in an existing folder that you may write to",
-        ) from error
+        raise output_error(target, error.errno or 0) from error
     with folder as name:
         yield Path(name)
 
@@ -53,20 +43,10 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _output_error(path, error.errno or 0) from error
+        raise output_error(path, error.errno or 0) from error
     except pl.exceptions.PolarsError as error:
         found = re.search(r"os error (\d+)", str(error))
         # When the last bytes of a file do not fit, the number is lost.
         if found is None and "transport error" not in str(error):
             raise
-        raise _output_error(path, int(found[1]) if found else errno.ENOSPC) from error
-
-
-def _output_error(path: Path, number: int) -> OutputError:
-    return OutputError(
-        f"cannot write the result: {os.strerror(number)}",
-        where=str(path),
-        hint="free some space or write to another disk; nothing was left behind"
-        if number in _FULL
-        else "choose a folder that you may write to",
-    )
+        raise output_error(path, int(found[1]) if found else errno.ENOSPC) from error

@@ -26,11 +26,11 @@ from prismtrace.converters.placing import Assignment
 from prismtrace.converters.sniff import is_operation_level
 from prismtrace.converters.workers import run_tasks
 from prismtrace.errors import (
-    OutputError,
     RankError,
     TraceError,
     ValidationError,
 )
+from prismtrace.output import refuse_inputs
 from prismtrace.schema import ClockDomain, Kind, ProcessGroup, TraceHeader, TraceKind
 from prismtrace.trace import node_ids, write_nodes
 
@@ -150,10 +150,7 @@ def convert(
             "arguments of kernels can be kept only where every kernel is a node",
             hint="add --grain kernel",
         )
-    if target.exists() and any(target.samefile(path) for path in paths):
-        raise OutputError(
-            "the output is one of the inputs", where=str(target), hint="name another file"
-        )
+    refuse_inputs(target, [*paths, groups])
     named = read_groups_file(Path(groups)) if groups is not None else {}
     with workspace(target) as folder:
         traces = sorted(

@@ -17,7 +17,8 @@ from prismtrace.converters.ops.linking import STREAMS, Links, link_operations, r
 from prismtrace.converters.ops.mapping import load_mapping
 from prismtrace.converters.ops.reading import Operations, read_operations
 from prismtrace.converters.parts import disk_errors
-from prismtrace.errors import OutputError, ValidationError
+from prismtrace.errors import ValidationError
+from prismtrace.output import refuse_inputs
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import (
     ClockDomain,
@@ -47,10 +48,7 @@ def convert_operations(
     from prismtrace.converters.pipeline import ConvertReport
 
     target = Path(output)
-    if target.exists() and any(target.samefile(path) for path in paths):
-        raise OutputError(
-            "the output is one of the inputs", where=str(target), hint="name another file"
-        )
+    refuse_inputs(target, [*paths, mapping])
     trace, counts, matched = operations_trace(paths, mapping=mapping)
     repairs = trace.header.policies
     if strict and repairs:
