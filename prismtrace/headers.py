@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from prismtrace.errors import (
     SourceFormatError,
     ValidationError,
 )
+from prismtrace.input_files import require_readable, unreadable
 from prismtrace.schema import FORMAT_VERSION, TraceHeader
 
 __all__ = ["METADATA_KEY", "PathLike", "read_header", "read_headers", "trace_files"]
@@ -36,29 +38,50 @@ def trace_files(source: PathLike | Sequence[PathLike]) -> list[Path]:
     given = [source] if isinstance(source, str | os.PathLike) else list(source)
     paths: list[Path] = []
     for item in given:
-        path = Path(item)
-        if path.is_dir():
-            found = sorted(path.glob("*.parquet"))
-            if not found:
-                raise InputFileError(
-                    "the folder holds no .parquet file",
-                    where=str(path),
-                    hint="convert profiler traces first: prismtrace convert",
-                )
-        elif path.exists() or not glob.has_magic(str(item)):
-            found = [path]
-        else:
-            found = sorted(Path(name) for name in glob.glob(str(item)))
-            if not found:
-                raise InputFileError(
-                    "no file matches the pattern",
-                    where=str(item),
-                    hint="check the path, and quote patterns",
-                )
+        try:
+            found = _files_of(item)
+        except OSError as error:
+            raise unreadable(item, error) from error
+        for path in found:
+            require_readable(path)
+            _require_text(path)
         paths.extend(found)
     if not paths:
         raise InputFileError("no trace file was given", hint="name at least one")
     return paths
+
+
+def _files_of(item: PathLike) -> list[Path]:
+    path = Path(item)
+    if path.is_dir():
+        found = sorted(path.glob("*.parquet"))
+        if not found:
+            raise InputFileError(
+                "the folder holds no .parquet file",
+                where=str(path),
+                hint="convert profiler traces first: prismtrace convert",
+            )
+        return found
+    if path.exists() or not glob.has_magic(str(item)):
+        return [path]
+    found = sorted(Path(name) for name in glob.glob(str(item)))
+    if not found:
+        raise InputFileError(
+            "no file matches the pattern",
+            where=str(item),
+            hint="check the path, and quote patterns",
+        )
+    return found
+
+
+def _require_text(path: Path) -> None:
+    """Polars opens files by their names as UTF-8 text only."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError as error:
+        raise InputFileError(
+            "the path is not valid UTF-8 text", where=str(path), hint="rename the file or folder"
+        ) from error
 
 
 def read_header(path: PathLike) -> TraceHeader:
@@ -102,7 +125,7 @@ def _header_text(path: PathLike) -> str:
     try:
         metadata = pl.read_parquet_metadata(Path(path))
     except FileNotFoundError as error:
-        raise InputFileError("no such file", where=where, hint="check the path") from error
+        raise unreadable(path, error) from error
     except (OSError, pl.exceptions.PolarsError) as error:
         raise InputFileError(
             "not a readable Parquet file (truncated, or another format)",
@@ -118,28 +141,59 @@ def _header_text(path: PathLike) -> str:
     return metadata[METADATA_KEY]
 
 
+_WRITE_AGAIN = "write the trace again from its sources; this file was changed or is damaged"
+
+
 def _parse_header(text: str, where: str) -> TraceHeader:
     try:
         raw = json.loads(text)
-        _check_version(str(raw.get("format_version")), where)
+    except (ValueError, RecursionError) as error:
+        raise ValidationError(
+            "the header is broken: it is not JSON", where=where, hint=_WRITE_AGAIN
+        ) from error
+    if not isinstance(raw, dict):
+        raise ValidationError(
+            "the header is broken: it is not a JSON object", where=where, hint=_WRITE_AGAIN
+        )
+    _check_version(raw.get("format_version"), where)
+    try:
         return TraceHeader.model_validate(raw)
-    except (PydanticError, ValueError, AttributeError) as error:
-        raise ValidationError(f"the header is broken: {_first_line(error)}", where=where) from error
+    except PydanticError as error:
+        raise ValidationError(
+            f"the header is broken: {_first_problem(error)}", where=where, hint=_WRITE_AGAIN
+        ) from error
 
 
-def _first_line(error: Exception) -> str:
-    if isinstance(error, PydanticError):
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        return f"{first['msg']} at $.{place}"
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def _first_problem(error: PydanticError) -> str:
+    """What is wrong and where, without the words of Python."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(["$", *(str(part) for part in first["loc"])])
+    if first["type"] == "value_error":
+        return f"{first['ctx']['error']} at {place}"
+    if first["type"] in _JSON_TYPES:
+        return f"{place} should be {_JSON_TYPES[first['type']]}"
+    return f"{place}: {first['msg'].removeprefix('Input ')}"
 
 
-def _check_version(version: str, where: str) -> None:
+_JSON_TYPES = {
+    "dict_type": "an object",
+    "model_type": "an object",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "string_type": "a text",
+}
+_VERSION = re.compile(r"(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
+
+
+def _check_version(version: object, where: str) -> None:
     major = FORMAT_VERSION.partition(".")[0]
-    if version.partition(".")[0] != major:
+    match = _VERSION.fullmatch(version) if isinstance(version, str) else None
+    if match is None or match[1] != major:
+        told = "no format version" if version is None else f"format version {version}"
+        if match is None and version is not None:
+            told += " is not of the form 1.0.0"
         raise FormatVersionError(
-            f"format version {version}; this version reads {major}.x",
+            f"{told}; this version reads {major}.x",
             where=where,
             hint="convert the source again, or install a matching prismllm",
         )

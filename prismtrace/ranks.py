@@ -9,9 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-__all__ = ["format_ranks", "parse_ranks"]
+__all__ = ["MOST_RANKS", "format_ranks", "parse_ranks"]
 
-_RUN = re.compile(r"(\d+)(?:-(\d+)(?:/(\d+))?)?")
+MOST_RANKS = 2**22
+"""The largest job that is believed: a larger number is a mistake, and would fill the memory."""
+
+_RUN = re.compile(r"([0-9]+)(?:-([0-9]+)(?:/([0-9]+))?)?")
+_LONGEST_RUN = 200
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -41,17 +45,26 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     """Read what `format_ranks` writes.
 
     Raises:
-        ValueError: the text is not a list of runs.
+        ValueError: the text is not a list of runs, or a rank is not below MOST_RANKS.
     """
     ranks: list[int] = []
     for part in text.split(",") if text.strip() else []:
-        match = _RUN.fullmatch(part.strip())
+        # More digits than any rank has; Python refuses to read thousands of them.
+        match = _RUN.fullmatch(part.strip()) if len(part) < _LONGEST_RUN else None
         if match is None:
-            raise ValueError(f"not a list of ranks: {text!r} (expected e.g. '0-7' or '0-56/8')")
+            raise ValueError(
+                f"not a list of ranks: {_shortened(text)!r} (expected e.g. '0-7' or '0-56/8')"
+            )
         first = int(match[1])
         last = int(match[2]) if match[2] else first
         stride = int(match[3]) if match[3] else 1
         if last < first or stride < 1:
             raise ValueError(f"a run of ranks must ascend: {part.strip()!r}")
+        if last >= MOST_RANKS or len(ranks) + (last - first) // stride >= MOST_RANKS:
+            raise ValueError(f"ranks go up to {MOST_RANKS - 1}: {part.strip()!r}")
         ranks.extend(range(first, last + 1, stride))
     return tuple(ranks)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_RUN else text[:_LONGEST_RUN] + "…"

@@ -27,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from prismtrace.ranks import format_ranks, parse_ranks
+from prismtrace.ranks import MOST_RANKS, format_ranks, parse_ranks
 
 __all__ = [
     "CALIBRATED_COLUMNS",
@@ -270,7 +270,7 @@ class TraceHeader(_Model):
 
     format_version: str = FORMAT_VERSION
     kind: TraceKind
-    world_size: Annotated[int, Field(ge=1)]
+    world_size: Annotated[int, Field(ge=1, le=MOST_RANKS)]
     """Ranks of the job, present or not."""
     ranks: RankList
     axes: dict[str, Annotated[int, Field(ge=1)]] = {}

@@ -14,10 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from prismtrace.converters.kineto.carried import CommOp
 from prismtrace.errors import GroupError, InputFileError
-from prismtrace.ranks import format_ranks, parse_ranks
+from prismtrace.input_files import require_readable, unreadable
+from prismtrace.ranks import MOST_RANKS, format_ranks, parse_ranks
 from prismtrace.schema import ProcessGroup
 
 __all__ = ["GroupBook", "GroupKey", "NamedGroup", "read_groups_file"]
@@ -56,21 +58,58 @@ def read_groups_file(path: Path) -> dict[str, Ranks]:
     Raises:
         InputFileError: unreadable, not JSON, or not of that form.
     """
+    require_readable(path)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        groups = {
-            str(name): parse_ranks(ranks) if isinstance(ranks, str) else tuple(map(int, ranks))
-            for name, ranks in raw.items()
-        }
-    except FileNotFoundError as error:
-        raise InputFileError("no such file", where=str(path), hint="check the path") from error
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise InputFileError(
-            f"not a groups file: {error}",
-            where=str(path),
-            hint='expected JSON such as {"tp0": "0-3", "dp0": [0, 4]}',
-        ) from error
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_Pairs)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        place = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
+        raise _no_groups(path, f"it is not JSON{place}") from error
+    if not isinstance(raw, _Pairs):
+        raise _no_groups(path, "it does not hold names with their ranks")
+    groups: dict[str, Ranks] = {}
+    for name, ranks in raw:
+        if name in groups:
+            raise _no_groups(path, f"{name!r} is named twice")
+        groups[name] = _given_ranks(path, name, ranks)
     return groups
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object as it is written, with names that occur twice."""
+
+
+def _given_ranks(path: Path, name: str, given: Any) -> Ranks:
+    if isinstance(given, str):
+        try:
+            ranks = parse_ranks(given)
+        except ValueError as error:
+            raise _no_groups(path, f"{name!r}: {error}") from error
+    elif not isinstance(given, list) or isinstance(given, _Pairs):
+        raise _no_groups(path, f"{name!r} is neither a text of ranks nor a list of them")
+    else:
+        wrong = [rank for rank in given if type(rank) is not int or not 0 <= rank < MOST_RANKS]
+        if wrong:
+            shown = json.dumps(wrong[0])[:_SHOWN]
+            raise _no_groups(path, f"{name!r} lists {shown}, which is no rank")
+        ranks = tuple(given)
+    if not ranks:
+        raise _no_groups(path, f"{name!r} has no ranks")
+    if len(set(ranks)) < len(ranks):
+        raise _no_groups(path, f"{name!r} lists a rank twice")
+    return ranks
+
+
+_SHOWN = 40  # characters of a wrong value
+
+
+def _no_groups(path: Path, problem: str) -> InputFileError:
+    return InputFileError(
+        f"not a groups file: {problem}",
+        where=str(path),
+        hint='expected JSON such as {"tp0": "0-3", "dp0": [0, 4]}',
+    )
 
 
 @dataclass
@@ -127,6 +166,12 @@ class GroupBook:
                 where=f"rank {rank}",
                 hint="convert the files of one job only; ranks in --groups count from 0",
             )
+        if len(set(key.ranks)) < len(key.ranks):
+            raise GroupError(
+                f"process group {name!r} lists a rank twice: {format_ranks(key.ranks)}",
+                where=f"rank {rank}",
+                hint="the file was changed or is damaged: record again",
+            )
         entries = self._named.setdefault((name, rank), [])
         if key not in entries:
             entries.append(key)
@@ -169,6 +214,13 @@ class GroupBook:
         )
 
     def _learn(self, rank: int, ranks: Ranks, name: str, comm: CommOp) -> GroupKey:
+        if rank not in ranks:
+            raise GroupError(
+                f"{comm.kind} of process group {name!r}, to which the rank does not belong: "
+                f"ranks {format_ranks(ranks)}",
+                where=f"rank {rank}",
+                hint="is the file's rank right? correct it with --rank FILE=N",
+            )
         key = GroupKey(ranks, name)
         self._add(name, rank, key, comm.group_desc or "")
         return key

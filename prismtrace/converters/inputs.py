@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prismtrace.errors import InputFileError, RankError
+from prismtrace.input_files import require_readable, unreadable
 
 __all__ = ["PathLike", "expand_inputs", "given_ranks"]
 
@@ -26,14 +27,11 @@ def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
         try:
             paths += _expand(item)
         except OSError as error:
-            raise InputFileError(
-                f"cannot be read: {error.strerror}", where=str(item), hint="check its permissions"
-            ) from error
+            raise unreadable(item, error) from error
     if not paths:
         raise InputFileError("no input file was given", hint="name at least one trace")
     for path in paths:
-        if not path.is_file():
-            raise InputFileError("no such file", where=str(path), hint="check the path")
+        require_readable(path)
     seen: set[Path] = set()
     for path in paths:
         if path.resolve() in seen:

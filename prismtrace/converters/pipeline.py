@@ -31,6 +31,7 @@ from prismtrace.errors import (
     ValidationError,
 )
 from prismtrace.output import refuse_inputs
+from prismtrace.ranks import MOST_RANKS
 from prismtrace.schema import ClockDomain, Kind, ProcessGroup, TraceHeader, TraceKind
 from prismtrace.trace import node_ids, write_nodes
 
@@ -220,7 +221,7 @@ def _world_size(traces: Sequence[RankTrace], groups: Iterable[Sequence[int]]) ->
     Raises:
         RankError: files disagree, or a rank is outside the world.
     """
-    said = {trace.world_size: trace.path for trace in traces if trace.world_size}
+    said = {trace.world_size: trace.path for trace in reversed(traces) if trace.world_size}
     if len(said) > 1:
         text = ", ".join(f"{size} in {path.name}" for size, path in sorted(said.items()))
         raise RankError(
@@ -231,6 +232,12 @@ def _world_size(traces: Sequence[RankTrace], groups: Iterable[Sequence[int]]) ->
     highest = max(trace.rank for trace in traces)
     if said:
         (size,) = said
+        if size > MOST_RANKS:
+            raise RankError(
+                f"a world of {size} ranks; at most {MOST_RANKS} are believed",
+                where=str(said[size]),
+                hint="the file was changed or is damaged: record again",
+            )
         if highest >= size:
             worst = next(trace for trace in traces if trace.rank == highest)
             raise RankError(
@@ -239,8 +246,22 @@ def _world_size(traces: Sequence[RankTrace], groups: Iterable[Sequence[int]]) ->
                 hint="ranks count from 0; correct it with --rank FILE=N",
             )
         return size
+    if highest >= MOST_RANKS:
+        worst = next(trace for trace in traces if trace.rank == highest)
+        raise RankError(
+            f"rank {highest}; a job has at most {MOST_RANKS} ranks",
+            where=str(worst.path),
+            hint="correct it with --rank FILE=N",
+        )
     listed = [max(group.ranks) for trace in traces for group in trace.groups if group.ranks]
-    return max([highest, *listed, *(max(ranks) for ranks in groups if ranks)]) + 1
+    size = max([highest, *listed, *(max(ranks) for ranks in groups if ranks)]) + 1
+    if size > MOST_RANKS:
+        raise RankError(
+            f"a process group has rank {size - 1}; a job has at most {MOST_RANKS} ranks",
+            where=", ".join(str(trace.path) for trace in traces[:2]),
+            hint="the file was changed or is damaged: record again",
+        )
+    return size
 
 
 # --- second pass --------------------------------------------------------------------------

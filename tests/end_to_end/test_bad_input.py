@@ -217,9 +217,9 @@ def test_an_open_text_full_of_quotes_takes_no_hour(out: Path, tmp_path: Path) ->
         {"Seq": -1},
         {"Process Group Name": "x" * 10_000},
         {"Process Group Ranks": "[0, 99999999999]"},
-        failing({"In msg nelems": -1}, why="negative bytes are written"),
-        failing({"Process Group Ranks": "[0]"}, why="rank 1 is put into a group of rank 0"),
-        failing({"Process Group Ranks": "[0, 0]"}, why="pydantic's error comes through"),
+        {"In msg nelems": -1},
+        {"Process Group Ranks": "[0]"},
+        {"Process Group Ranks": "[0, 0]"},
     ],
     ids=repr,
 )
@@ -275,7 +275,7 @@ def test_a_base_time_at_the_end_of_int64(call: Any, out: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("world_size", "place"),
-    [(1, "1.json"), (-1, "1.json"), failing(10**12, "0.json", why="only says out of memory")],
+    [(1, "1.json"), (-1, "1.json"), (10**12, "0.json")],
 )
 def test_odd_world_sizes(world_size: int, place: str, call: Any, out: Path, tmp_path: Path) -> None:
     documents = [profile(rank, world_size=world_size) for rank in (0, 1)]
@@ -325,12 +325,10 @@ def test_one_event_and_no_time_at_all(call: Any, tmp_path: Path) -> None:
 
 # --- traces that are none, or broken ------------------------------------------------------
 
-NO_HINT = "no hint"
 HEADERS = {
     "of the next version": lambda _, h: h.update(format_version="2.0.0"),
     "of no version": lambda _, h: h.update(format_version=None),
-}
-BROKEN_HEADERS = {
+    "of half a version": lambda _, h: h.update(format_version="1"),
     "cut": lambda *_: "{",
     "empty": lambda *_: "",
     "null": lambda *_: "null",
@@ -342,14 +340,9 @@ BROKEN_HEADERS = {
     "nested": lambda *_: "[" * 100_000,
     "with a billion ranks": lambda _, h: h.update(ranks="0-999999999999", world_size=10**12),
 }
-WHY = {"nested": "RecursionError", "with a billion ranks": "only says out of memory"}
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [pytest.param(edit, id=name) for name, edit in HEADERS.items()]
-    + [failing(edit, id=name, why=WHY.get(name, NO_HINT)) for name, edit in BROKEN_HEADERS.items()],
-)
+@pytest.mark.parametrize("edit", [pytest.param(edit, id=name) for name, edit in HEADERS.items()])
 @pytest.mark.parametrize("reader", ["info", "validate", "export", "merge", "predict", "check"])
 def test_headers(
     reader: str, edit: Any, call: Any, recorded: Path, out: Path, tmp_path: Path
@@ -358,7 +351,6 @@ def test_headers(
     assert_refused(call(*words_of(reader, path, out)), path)
 
 
-@pytest.mark.xfail(strict=True, reason="OverflowError; merge counts up to the world size")
 def test_a_world_beyond_all_numbers(call: Any, recorded: Path, tmp_path: Path) -> None:
     path = changed(recorded, tmp_path / "a.parquet", lambda _, h: h.update(world_size=10**30))
     assert_refused(call("prismcalib", "check", path), path)
@@ -535,15 +527,15 @@ def test_a_limit_beyond_int64(reader: str, call: Any, recorded: Path, tmp_path: 
         '{"a": [99999999999]}',
         '{"a": "0-2147483647/2147483647"}',
         '{"a": "0-1"',
-        failing('{"a": [0, 0]}', why="pydantic's error comes through"),
-        failing("[]", why="names a Python attribute"),
-        failing('{"a": null}', why="names a Python type"),
-        failing('{"a": true}', why="names a Python type"),
-        failing('{"a": [0, 0.5]}', why="cut to an integer"),
-        failing('{"a": [true, false]}', why="taken for numbers"),
-        failing('{"a": [0, 1], "a": [0]}', why="the first is lost"),
-        failing('{"a": "0-99999999999"}', why="only says out of memory"),
-        failing("[" * 100_000, why="RecursionError", id="nested"),
+        '{"a": [0, 0]}',
+        "[]",
+        '{"a": null}',
+        '{"a": true}',
+        '{"a": [0, 0.5]}',
+        '{"a": [true, false]}',
+        '{"a": [0, 1], "a": [0]}',
+        '{"a": "0-99999999999"}',
+        pytest.param("[" * 100_000, id="nested"),
     ],
 )
 def test_groups_files(
@@ -604,7 +596,7 @@ def test_inputs_that_are_no_files(name: str, call: Any, out: Path, tmp_path: Pat
         "/dev/null",
         "missing",
         "*.none",
-        failing("x" * 5_000, why=NO_HINT, id="long"),
+        pytest.param("x" * 5_000, id="long"),
     ],
 )
 def test_traces_that_are_no_files(
@@ -615,7 +607,6 @@ def test_traces_that_are_no_files(
     assert_refused(done, name)
 
 
-@pytest.mark.xfail(strict=True, reason="waits for a writer for ever")
 def test_a_pipe_is_no_trace(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     words = [sys.executable, "-m", "prismtrace.cli", "info", str(tmp_path / "fifo")]
@@ -625,7 +616,6 @@ def test_a_pipe_is_no_trace(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 @pytest.mark.parametrize("reader", ["info", "merge", "check"])
-@pytest.mark.xfail(strict=True, reason="said to be another format, or wrong usage")
 def test_a_trace_that_may_not_be_read(
     reader: str, call: Any, recorded: Path, out: Path, tmp_path: Path
 ) -> None:

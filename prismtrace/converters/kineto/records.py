@@ -71,9 +71,9 @@ def comm_values(args: EventArgs, counts: Counter[str]) -> tuple[Any, ...]:
     return (
         args.collective,
         args.dtype,
-        int64(in_nelems, counts),
-        int64(out_nelems, counts),
-        int64(args.group_size, counts),
+        _count(in_nelems, counts),
+        _count(out_nelems, counts),
+        _count(args.group_size, counts),
         None if args.pg_name is None else str(args.pg_name),
         args.pg_desc,
         None if args.pg_ranks is None else parse_ranks(args.pg_ranks),
@@ -114,6 +114,14 @@ def parse_ranks(text: str) -> tuple[int, ...] | None:
     except ValueError:
         return None
     return ranks or None
+
+
+def _count(value: Any, counts: Counter[str]) -> int | None:
+    number = int64(value, counts)
+    if number is None or number >= 0:
+        return number
+    counts["dropped-field"] += 1
+    return None
 
 
 def _uint64(value: Any, counts: Counter[str]) -> int | None:
