@@ -6,6 +6,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from prismtrace.output import refuse_inputs
+from prismtrace.reading import reading
 from prismtrace.trace import PathLike, Trace
 
 __all__ = ["ExportFormat", "export"]
@@ -39,10 +40,8 @@ def export(
     refuse_inputs(path, trace.paths)
     # The formats are independent of each other; only the one asked for is loaded.
     if ExportFormat(to) is ExportFormat.PERFETTO:
-        from prismtrace.export.perfetto import export_perfetto
-
-        export_perfetto(trace, path, advance=advance)
+        from prismtrace.export.perfetto import export_perfetto as write_export
     else:
-        from prismtrace.export.node_link import export_node_link
-
-        export_node_link(trace, path, advance=advance)
+        from prismtrace.export.node_link import export_node_link as write_export
+    with reading(trace.paths):
+        write_export(trace, path, advance=advance)

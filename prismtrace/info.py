@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from prismtrace.ranks import format_ranks
+from prismtrace.reading import reading
 from prismtrace.schema import TraceHeader
 from prismtrace.trace import Trace
 
@@ -93,16 +94,17 @@ def summarize(trace: Trace) -> TraceInfo:
         pl.col("start_ns").min().alias("start_ns"),
         end.max().alias("end_ns"),
     ]
-    ranks, kinds, groups, steps, critical = pl.collect_all(
-        [
-            nodes.group_by("rank").agg(span).sort("rank"),
-            _by_kind(nodes),
-            nodes.filter(pl.col("group").is_not_null()).group_by("group").len(),
-            nodes.filter(pl.col("step").is_not_null()).group_by("step").agg(span).sort("step"),
-            nodes.select(pl.col("critical").sum()),
-        ],
-        engine="streaming",
-    )
+    with reading(trace.paths):
+        ranks, kinds, groups, steps, critical = pl.collect_all(
+            [
+                nodes.group_by("rank").agg(span).sort("rank"),
+                _by_kind(nodes),
+                nodes.filter(pl.col("group").is_not_null()).group_by("group").len(),
+                nodes.filter(pl.col("step").is_not_null()).group_by("step").agg(span).sort("step"),
+                nodes.select(pl.col("critical").sum()),
+            ],
+            engine="streaming",
+        )
     counts = dict(groups.iter_rows())
     names = nodes.collect_schema().names()
     return TraceInfo(

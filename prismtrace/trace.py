@@ -28,6 +28,7 @@ from prismtrace.errors import (
 from prismtrace.headers import METADATA_KEY, PathLike, read_header, read_headers, trace_files
 from prismtrace.output import atomic_output
 from prismtrace.ranks import format_ranks, parse_ranks
+from prismtrace.reading import reading
 from prismtrace.schema import (
     CALIBRATED_COLUMNS,
     INDEX_BITS,
@@ -133,8 +134,9 @@ class Trace:
         return replace(self, nodes=self.nodes.filter(pl.col("rank").is_in(wanted)))
 
     def collect(self) -> pl.DataFrame:
-        """All rows, in (rank, index) order."""
-        return self.nodes.collect()
+        """All rows, in (rank, index) order; errors as in `prismtrace.reading.reading`."""
+        with reading(self.paths):
+            return self.nodes.collect()
 
     def edges(self) -> pl.DataFrame:
         """Both kinds of edges: columns src, dst (node ids), kind, lag_ns.

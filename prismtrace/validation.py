@@ -26,6 +26,7 @@ from prismtrace.instance_rules import (
     check_instances,
     check_sequence_numbers,
 )
+from prismtrace.reading import reading
 from prismtrace.row_rules import row_rules
 from prismtrace.schema import INDEX_BITS, TraceKind
 from prismtrace.trace import Trace
@@ -130,15 +131,16 @@ def validate(trace: Trace, *, limit: int = 5) -> list[Violation]:
     flat. Rules that need sound rows are not asked when row rules are broken.
     """
     findings = Findings(trace, limit)
-    _check_columns(findings)
-    _check_rows(findings)
-    if not findings.counts:
-        _check_header(findings)
-        _check_sequences(findings)
-        _check_xdeps(findings)
-        check_groups(findings)
-        check_sequence_numbers(findings)
-        check_instances(findings)
+    with reading(trace.paths):
+        _check_columns(findings)
+        _check_rows(findings)
+        if not findings.counts:
+            _check_header(findings)
+            _check_sequences(findings)
+            _check_xdeps(findings)
+            check_groups(findings)
+            check_sequence_numbers(findings)
+            check_instances(findings)
     return findings.violations()
 
 

@@ -365,14 +365,12 @@ def damaged(path: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("reader", ["info", "validate", "export", "merge", "check"])
-@pytest.mark.xfail(strict=True, reason="polars' error comes through")
 def test_damaged_rows(reader: str, call: Any, recorded: Path, out: Path, tmp_path: Path) -> None:
     path = damaged(recorded, tmp_path / "a.parquet")
     assert_refused(call(*words_of(reader, path, out)), path)
 
 
 @pytest.mark.parametrize("reader", ["info", "export", "merge", "check"])
-@pytest.mark.xfail(strict=True, reason="polars' error comes through")
 def test_an_unknown_kind(reader: str, call: Any, recorded: Path, out: Path, tmp_path: Path) -> None:
     path = changed(
         recorded, tmp_path / "a.parquet", lambda r, _: r.with_columns(kind=pl.lit("banana"))
