@@ -277,7 +277,8 @@ def validate(
         console.print_json({"valid": errors == 0, "violations": violations})
     else:
         for violation in violations:
-            print(violation)
+            for line in str(violation).splitlines():
+                print(console.printable(line))
         warnings = len(violations) - errors
         broken = console.counted(errors, "rule") + " broken"
         told = f"{broken}, {console.counted(warnings, 'warning')}"

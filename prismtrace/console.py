@@ -1,7 +1,7 @@
 """What all three commands share at the terminal: exit codes, errors, tables, JSON, progress.
 
 Results go to stdout; errors, hints and progress go to stderr. Exit codes: 0 good, 1 the
-input or the run is bad, 2 wrong usage, 130 interrupted.
+input or the run is bad, 2 wrong usage, 130 interrupted, 143 and 129 told to stop (SIGTERM, SIGHUP).
 
     app = new_app("What the command is for.")
 
@@ -24,23 +24,23 @@ import atexit
 import contextlib
 import dataclasses
 import errno
+import io
 import numbers
 import os
+import re
 import signal
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from prismtrace.errors import PrismError
 from prismtrace.help_text import App, CommandList
-
-if TYPE_CHECKING:
-    from rich.progress import Progress as RichProgress
-    from rich.progress import TaskID
+from prismtrace.progress_bar import Progress, progress
+from prismtrace.signals import stop_signals
 
 __all__ = [
     "Progress",
@@ -50,6 +50,7 @@ __all__ = [
     "new_app",
     "print_error",
     "print_json",
+    "printable",
     "progress",
     "run",
     "table",
@@ -116,6 +117,25 @@ def run(app: typer.Typer) -> NoReturn:
     exception is a bug of ours and keeps its traceback.
     """
     _open_closed_streams()
+    for stream in (sys.stdout, sys.stderr):
+        # A character that the terminal's encoding lacks is no reason to fail.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    with stop_signals() as stopped:
+        try:
+            code = _exit_code(app)
+        except KeyboardInterrupt:
+            code = 130
+    if stopped:
+        code = 128 + stopped[0]
+    # Ctrl-C while the interpreter shuts down ends it without a traceback.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    _flush_stdout()
+    sys.exit(code)
+
+
+def _exit_code(app: typer.Typer) -> int | str | None:
+    """Run `app`; what it ends with, after telling what went wrong."""
     code: int | str | None = 0
     try:
         try:
@@ -150,10 +170,7 @@ def run(app: typer.Typer) -> NoReturn:
             "with more memory",
         )
         code = 1
-    # Ctrl-C while the interpreter shuts down ends it without a traceback.
-    atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    _flush_stdout()
-    sys.exit(code)
+    return code
 
 
 def _open_closed_streams() -> None:
@@ -230,9 +247,9 @@ def print_error(error: PrismError) -> None:
 
 def _print_failure(message: str, *, where: object = None, hint: str | None = None) -> None:
     place = "" if where is None else f" [{_text(where)}]"
-    lines = [f"error: {message}{place}"]
+    lines = [f"error: {printable(message)}{place}"]
     if hint is not None:
-        lines.append(f"  hint: {hint}")
+        lines.append(f"  hint: {printable(hint)}")
     # A terminal that is gone is no reason for a second failure.
     with contextlib.suppress(OSError, ValueError):
         print("\n".join(lines), file=sys.stderr, flush=True)
@@ -253,15 +270,15 @@ def announce_output(path: str | os.PathLike[str]) -> None:
             break
         size, unit = size / 1000, larger
     digits = 0 if unit == "bytes" else 1
-    print(f"wrote {os.fspath(path)} ({size:,.{digits}f} {unit})")
+    print(f"wrote {printable(os.fspath(path))} ({size:,.{digits}f} {unit})")
 
 
 def warn_of_suffix(path: str | os.PathLike[str], suffix: str = ".parquet") -> None:
     """Say on stderr that folders will not show a file that is named otherwise."""
     if not os.fspath(path).endswith(suffix):
         print(
-            f"warning: {os.fspath(path)} does not end in {suffix}: it can be opened by name, but "
-            "not as part of a folder",
+            f"warning: {printable(os.fspath(path))} does not end in {suffix}: it can be opened by "
+            "name, but not as part of a folder",
             file=sys.stderr,
         )
 
@@ -282,7 +299,8 @@ def print_json(obj: object) -> None:
     """
     import json
 
-    print(json.dumps(obj, default=_jsonable, indent=2, ensure_ascii=False, allow_nan=False))
+    ascii_only = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
+    print(json.dumps(obj, default=_jsonable, indent=2, ensure_ascii=ascii_only, allow_nan=False))
 
 
 def _jsonable(obj: Any) -> Any:
@@ -326,8 +344,19 @@ def _text(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, bytes):
-        return os.fsdecode(value)
-    return f"{value:,.2f}" if isinstance(value, float) else str(value)
+        value = os.fsdecode(value)
+    return f"{value:,.2f}" if isinstance(value, float) else printable(str(value))
+
+
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with escapes for what a terminal would obey or cannot show.
+
+    Names come from the traces: whoever made them may have put control sequences there.
+    """
+    return _UNPRINTABLE.sub(lambda match: ascii(match.group())[1:-1], text)
 
 
 def _print_plain_table(
@@ -358,53 +387,3 @@ def _print_rich_table(
         # Text, not str: kernel names contain brackets that Rich would read as markup.
         drawn.add_row(*(Text(cell) for cell in row))
     Console().print(drawn)
-
-
-class Progress:
-    """What `progress` yields. Without a terminal every method does nothing."""
-
-    def __init__(self, bar: RichProgress | None = None, task: TaskID | None = None) -> None:
-        self._bar = bar
-        self._task = task
-
-    def advance(self, n: int = 1) -> None:
-        """Count `n` more items or bytes as done. May be called from several threads."""
-        if self._bar is not None and self._task is not None:
-            self._bar.advance(self._task, n)
-
-    def describe(self, description: str) -> None:
-        """Replace the text in front of the bar."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=description)
-
-
-@contextlib.contextmanager
-def progress(
-    description: str,
-    total: int | None = None,
-    *,
-    unit: Literal["items", "bytes"] = "items",
-) -> Iterator[Progress]:
-    """Show a progress bar on stderr while the block runs; silent when it is no terminal.
-
-    `total` counts items or bytes (`unit`); None means unknown, shown as a moving bar.
-    """
-    if not sys.stderr.isatty():
-        yield Progress()
-        return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TimeRemainingColumn
-    from rich.progress import Progress as RichProgress
-
-    count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
-    bar = RichProgress(
-        "{task.description}",
-        BarColumn(),
-        count,
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with bar:
-        yield Progress(bar, bar.add_task(escape(description), total=total))

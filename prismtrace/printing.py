@@ -72,7 +72,7 @@ def _numbers(steps: Sequence[int]) -> str:
 
 def _print_facts(facts: list[tuple[str, object]]) -> None:
     for name, value in facts:
-        print(f"{name + ':':<14} {value}")
+        print(f"{name + ':':<14} {console.printable(str(value))}")
 
 
 def _clock_lines(domains: Sequence[ClockDomain]) -> list[str]:

@@ -11,11 +11,13 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
+from threading import Thread
 from typing import Any, TypeVar
 
 from prismtrace.errors import InputFileError
@@ -24,12 +26,16 @@ __all__ = ["run_tasks"]
 
 Result = TypeVar("Result")
 
+_LOOK_S = 0.5  # how often a worker looks whether its parent is still there
+
 
 class _Worker:
     """One interpreter that answers pickled tasks, one at a time."""
 
     def __init__(self, threads: int) -> None:
         code = (
+            # Whoever stops it at a bad moment gets no traceback.
+            "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
             f"import sys; sys.path[:] = {sys.path!r}; "
             "from prismtrace.converters.workers import serve; serve()"
         )
@@ -117,22 +123,28 @@ def serve() -> None:
     """Answer tasks from standard input until it closes."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # nothing that is printed may mix with the answers
+    Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     while True:
         try:
             function, arguments = pickle.load(source)  # noqa: S301 - our own parent wrote it
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             return
         try:
             answer = (True, function(*arguments))
-        except KeyboardInterrupt:
-            return
         except Exception as error:  # noqa: BLE001 - handed to the caller
             answer = (False, _portable(error))
         try:
             pickle.dump(answer, sink)
             sink.flush()
         except BrokenPipeError:
-            return  # the parent was killed
+            os._exit(1)  # the parent was killed
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent, also in the middle of a task."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os._exit(1)
 
 
 def _portable(error: Exception) -> Exception:

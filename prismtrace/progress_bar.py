@@ -1,0 +1,64 @@
+"""How far a command has come, on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+__all__ = ["Progress", "progress"]
+
+
+class Progress:
+    """What `progress` yields. Without a terminal every method does nothing."""
+
+    def __init__(self, bar: RichProgress | None = None, task: TaskID | None = None) -> None:
+        self._bar = bar
+        self._task = task
+
+    def advance(self, n: int = 1) -> None:
+        """Count `n` more items or bytes as done. May be called from several threads."""
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task, n)
+
+    def describe(self, description: str) -> None:
+        """Replace the text in front of the bar."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=description)
+
+
+@contextlib.contextmanager
+def progress(
+    description: str,
+    total: int | None = None,
+    *,
+    unit: Literal["items", "bytes"] = "items",
+) -> Iterator[Progress]:
+    """Show a progress bar on stderr while the block runs; silent when it is no terminal.
+
+    `total` counts items or bytes (`unit`); None means unknown, shown as a moving bar.
+    """
+    if not sys.stderr.isatty():
+        yield Progress()
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
+    bar = RichProgress(
+        "{task.description}",
+        BarColumn(),
+        count,
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        yield Progress(bar, bar.add_task(escape(description), total=total))
