@@ -25,6 +25,7 @@ from prismcalib.clocks import (
 from prismcalib.drift import Drift, fit_drift
 from prismcalib.errors import ClockError
 from prismcalib.graph import Graph, Int32Array, Int64Array
+from prismcalib.rows import FARTHEST_NS
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import ROOTED_KINDS, ClockDomain, Kind, TraceHeader
 
@@ -119,7 +120,7 @@ def align_clocks(
     reference = int(domain[0])
 
     if keep:
-        offset = np.array([clock.offset_ns or 0 for clock in domains])
+        offset = _kept_offsets(domains, start)
         fit = ClockFit(offset, np.zeros(0, np.int64), tier == tier.min(initial=2))
         drift = Drift.none(len(domains))
     else:
@@ -179,6 +180,20 @@ def _domains(rows: pl.DataFrame, header: TraceHeader) -> tuple[ClockDomain, ...]
     return header.clock + tuple(
         ClockDomain(id=free + number, ranks=(rank,)) for number, rank in enumerate(alone)
     )
+
+
+def _kept_offsets(domains: tuple[ClockDomain, ...], start: Int64Array) -> Int64Array:
+    """int64[D], the offsets that the header gives; refuses those that lead out of 64 bits."""
+    first, last = int(start.min()), int(start.max())
+    for clock in domains:
+        offset = clock.offset_ns or 0
+        if first + offset < -FARTHEST_NS or last + offset > FARTHEST_NS:
+            raise ClockError(
+                f"the header gives a clock an offset of {offset} ns, which leads out of 64 bits",
+                where=f"clock={clock.id} ranks={format_ranks(clock.ranks)}",
+                hint="merge without --clock keep: the offsets are then estimated",
+            )
+    return np.array([clock.offset_ns or 0 for clock in domains], np.int64)
 
 
 def _domain_of_rows(rows: pl.DataFrame, domains: tuple[ClockDomain, ...]) -> Int32Array:

@@ -15,9 +15,10 @@ import polars as pl
 from prismcalib.errors import CoverageError, MergeInputError, MissingMemberError
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.lists import lists_like, lists_of
+from prismcalib.rows import absent_text, ranks_text
 from prismcalib.waiting import WaitRules, apply_wait_rules, waiting_rows
 from prismtrace.ranks import format_ranks
-from prismtrace.schema import TraceHeader
+from prismtrace.schema import TraceHeader, TraceKind
 from prismtrace.trace import Trace, instance_columns, node_ids
 
 __all__ = [
@@ -26,10 +27,15 @@ __all__ = [
     "node_text",
     "require_all_members",
     "require_all_ranks",
+    "require_own_columns",
+    "require_timeline",
     "row_labels",
     "sorted_rows",
     "structure_graph",
 ]
+
+# Columns of our own that are computed with, where a trace has them.
+_OWN_COLUMNS = ("x_busy_ns", "x_observed_start_ns", "x_observed_dur_ns", "x_spread_ns")
 
 _CHECK_HINT = "run `prismtrace validate` on the trace: it lists every rule that is broken"
 
@@ -42,10 +48,14 @@ def graph_from_trace(trace: Trace, *, rules: WaitRules | None = None) -> tuple[G
     released at their `start_ns`.  Without `rules`, those hold that the trace was merged with.
 
     Raises:
-        MergeInputError: ids, deps or groups of the trace contradict each other.
+        MergeInputError: ids, deps or groups of the trace contradict each other, or a
+            calibrated trace has rows without times.
+        CoverageError: a calibrated trace lacks the rows of ranks that its header lists.
         CalibError: durations or lags are negative.
     """
     rows = sorted_rows(trace)
+    if trace.header.kind == TraceKind.CALIBRATED:
+        require_timeline(rows, trace)
     graph = structure_graph(rows, trace.header)
     graph = apply_wait_rules(
         graph, rows, trace.header, WaitRules.of(trace.header) if rules is None else rules
@@ -73,9 +83,17 @@ def sorted_rows(trace: Trace) -> pl.DataFrame:
 
     Raises:
         MergeInputError: there are no rows, or ids are not `rank << 32 | index` with indices
-            that count up by one within each rank.
+            that count up by one within each rank, or a column that the toolkit adds is no number.
     """
-    rows = trace.nodes.collect()
+    schema = trace.nodes.collect_schema()
+    for name in _OWN_COLUMNS:
+        if name in schema and not (schema[name].is_integer() or schema[name] == pl.Null):
+            raise MergeInputError(
+                f"the column {name} holds {schema[name]} instead of integers",
+                where=_paths(trace) or "trace",
+                hint="the toolkit writes it itself: make the file again, or rename the column",
+            )
+    rows = trace.collect()
     rank, index = rows["rank"].to_numpy(), rows["index"].to_numpy()
     if not ((rank[1:] > rank[:-1]) | ((rank[1:] == rank[:-1]) & (index[1:] > index[:-1]))).all():
         rows = rows.sort("rank", "index", maintain_order=True)
@@ -99,6 +117,22 @@ def sorted_rows(trace: Trace) -> pl.DataFrame:
     return rows
 
 
+def require_own_columns(trace: Trace) -> None:
+    """Refuse texts and the like in the columns that the toolkit adds to those of the format.
+
+    Raises:
+        MergeInputError: names the column.
+    """
+    schema = trace.nodes.collect_schema()
+    for name in _OWN_COLUMNS:
+        if name in schema and not (schema[name].is_integer() or schema[name] == pl.Null):
+            raise MergeInputError(
+                f"the column {name} holds {schema[name]} instead of integers",
+                where=_paths(trace) or "trace",
+                hint="the toolkit writes it itself: make the file again, or rename the column",
+            )
+
+
 def structure_graph(rows: pl.DataFrame, header: TraceHeader) -> Graph:
     """Dependencies and sync instances of sorted rows; all durations are 0, no lags.
 
@@ -116,9 +150,11 @@ def structure_graph(rows: pl.DataFrame, header: TraceHeader) -> Graph:
     }
     unknown = keys.filter(~pl.col("group").is_in(list(sizes)))
     if unknown.height:
+        group = unknown["group"][0]
+        rank, index = rows.filter(pl.col("group") == group).select("rank", "index").row(0)
         raise MergeInputError(
-            f"a communication names process group {unknown['group'][0]}, "
-            "which the header does not list",
+            f"a communication names process group {group}, which the header does not list",
+            where=f"rank={rank} index={index}",
             hint=_CHECK_HINT,
         )
     expected = keys.select(
@@ -160,20 +196,43 @@ def require_all_ranks(rows: pl.DataFrame, header: TraceHeader) -> None:
     Raises:
         CoverageError: names the absent ranks and the groups they belong to.
     """
-    present = set(rows["rank"].unique())
-    absent = [rank for rank in range(header.world_size) if rank not in present]
-    if not absent:
+    present = sorted(rows["rank"].unique())
+    if len(present) == header.world_size:
         return
-    lost = set(absent)
-    groups = [group.name for group in header.groups if lost & set(group.ranks)]
+    groups = [group.name for group in header.groups if not set(group.ranks) <= set(present)]
     names = ", ".join(groups[:5]) + (f" and {len(groups) - 5} more" if len(groups) > 5 else "")
     raise CoverageError(
         f"{len(present)} of {header.world_size} ranks present: "
-        f"ranks {format_ranks(absent).replace(',', ', ')} missing"
+        f"ranks {absent_text(present, header.world_size)} missing"
         + (f" (groups {names})" if groups else ""),
         where=f"ranks={format_ranks(sorted(present))}",
         hint="convert the files of all ranks of the job into one trace",
     )
+
+
+def require_timeline(rows: pl.DataFrame, trace: Trace) -> None:
+    """Refuse a calibrated trace that was edited or cut: rows without times, ranks without rows.
+
+    Raises:
+        MergeInputError: names the first row without start or duration.
+        CoverageError: names the ranks.
+    """
+    timeless = rows["start_ns"].is_null() | rows["dur_ns"].is_null()
+    if timeless.any():
+        rank, index = rows.select("rank", "index").row(int(timeless.arg_max() or 0))
+        raise MergeInputError(
+            "a row of a calibrated trace has no start or duration",
+            where=f"{_paths(trace) or 'trace'} rank={rank} index={index}",
+            hint="merge the recorded run or the slices again",
+        )
+    absent = sorted(set(trace.header.ranks) - set(rows["rank"].unique()))
+    if absent:
+        raise CoverageError(
+            f"the trace has no rows of ranks {ranks_text(absent)}, which its header lists",
+            where=_paths(trace) or "trace",
+            hint="rows were taken out after the merge, or some files were left out: pass the whole "
+            "result of `prismcalib merge`",
+        )
 
 
 def require_all_members(graph: Graph, rows: pl.DataFrame, header: TraceHeader) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from prismcalib.errors import CoverageError, MergeInputError
-from prismcalib.rows import ranks_text
+from prismcalib.rows import absent_text, ranks_text
 from prismtrace.schema import TraceHeader, TraceKind
 from prismtrace.trace import PathLike, Trace, open_trace, read_headers, trace_files
 
@@ -93,7 +93,7 @@ def open_campaign(
         for path, header in zip(files, headers, strict=True)
         if header.kind != TraceKind.BARE
     ]
-    slices = _group(parts)
+    slices = _group(parts, files)
     header = slices[0].headers[0]
     for part in slices:
         for path, other in zip(part.files, part.headers, strict=True):
@@ -103,8 +103,11 @@ def open_campaign(
     return _cover(header, slices, graph, earlier, missing, unfold=unfold)
 
 
-def _group(parts: list[tuple[Path, TraceHeader]]) -> tuple[Slice, ...]:
-    """Slices by index, their repeats by file name; a rank belongs to one slice only."""
+def _group(parts: list[tuple[Path, TraceHeader]], files: Sequence[Path]) -> tuple[Slice, ...]:
+    """Slices by index, their repeats by file name; a rank belongs to one slice only.
+
+    `files` are all that were given, for the error text if none of them is a slice.
+    """
     by_index: dict[int, list[tuple[Path, TraceHeader]]] = {}
     for path, header in parts:
         if header.kind != TraceKind.SLICE or header.slice is None:
@@ -116,7 +119,11 @@ def _group(parts: list[tuple[Path, TraceHeader]]) -> tuple[Slice, ...]:
             )
         by_index.setdefault(header.slice.index, []).append((path, header))
     if not by_index:
-        raise MergeInputError("no slice was given, only the bare graph")
+        raise MergeInputError(
+            "no slice was given, only the bare graph",
+            where=", ".join(str(path) for path in files),
+            hint="name the slices too: what `prismreplay slice` wrote for this graph",
+        )
     owner: dict[int, Path] = {}
     slices = []
     for index, found in sorted(by_index.items()):
@@ -218,16 +225,15 @@ def _cover(
     have = measured | set(kept)
     symmetry = header.symmetry or {}
     alike = {
-        rank: symmetry[rank]
-        for rank in range(header.world_size)
-        if rank not in have and symmetry.get(rank) in have
+        rank: like for rank, like in sorted(symmetry.items()) if rank not in have and like in have
     }
-    absent = [rank for rank in range(header.world_size) if rank not in have and rank not in alike]
+    covered = have | alike.keys()
+    if missing == "fail" and len(covered) < header.world_size:
+        raise _absent_error(header, covered, measured, len(slices))
+    absent = [rank for rank in range(header.world_size) if rank not in covered]
     twins = dict(alike) if unfold else {}
     untimed: list[int] = []
     if absent:
-        if missing == "fail":
-            raise _absent_error(header, absent, measured, len(slices))
         lacking = set(absent) - (set() if bare is None else set(bare.header.ranks))
         if lacking:
             raise CoverageError(
@@ -256,14 +262,13 @@ def _cover(
 
 
 def _absent_error(
-    header: TraceHeader, absent: list[int], measured: Iterable[int], slices: int
+    header: TraceHeader, covered: set[int], measured: Iterable[int], slices: int
 ) -> CoverageError:
-    lost = set(absent)
-    groups = [group.name for group in header.groups if lost & set(group.ranks)]
+    groups = [group.name for group in header.groups if not set(group.ranks) <= covered]
     names = ", ".join(groups[:5]) + (f" and {len(groups) - 5} more" if len(groups) > 5 else "")
     return CoverageError(
-        f"{header.world_size - len(absent)} of {header.world_size} ranks measured: "
-        f"ranks {ranks_text(absent)} are real in no slice"
+        f"{len(covered)} of {header.world_size} ranks measured: "
+        f"ranks {absent_text(covered, header.world_size)} are real in no slice"
         + (f" (groups {names})" if names else ""),
         where=f"{slices} slices, real ranks {ranks_text(measured)}",
         hint="run the slices of these ranks, or say what to take instead with --missing",

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from prismcalib.graph import Int64Array
 from prismcalib.peers import operation_sorts
 from prismcalib.places import Places, group_family
+from prismcalib.wording import parts_of_spans
 from prismtrace.schema import Kind, TraceHeader
 
 __all__ = ["Cause", "find_causes"]
@@ -98,7 +99,10 @@ def find_causes(
         actual: int64[n], durations without waiting.
         base: int64[S], step times as they were.
     """
-    suspects = [*_slow_ranks_and_stages(rows, places, actual), *_slow_groups(rows, header, actual)]
+    suspects = [
+        *_slow_ranks_and_stages(rows, header, places, actual),
+        *_slow_groups(rows, header, actual),
+    ]
     times = simulate([actual, *(suspect.durations for suspect in suspects)])
     now = float(times[0]) or 1.0
     causes = [
@@ -125,7 +129,7 @@ def _launch_delays(without: float, base: float) -> Cause:
 
 
 def _slow_ranks_and_stages(
-    rows: pl.DataFrame, places: Places, actual: Int64Array
+    rows: pl.DataFrame, header: TraceHeader, places: Places, actual: Int64Array
 ) -> Iterator[_Suspect]:
     kind = rows["kind"].cast(pl.String)
     is_work = (kind == Kind.COMPUTE.value) & rows["phase"].cast(pl.String).is_in(
@@ -156,7 +160,7 @@ def _slow_ranks_and_stages(
         )
     )
     factors = _rank_factors(units)
-    yield from _rank_suspects(factors, work, actual)
+    yield from _rank_suspects(factors, work, actual, parts_of_spans(header))
     yield from _stage_suspects(units, places, work, actual)
     yield from _sequence_suspects(units, work, actual)
 
@@ -193,7 +197,7 @@ def _rank_factors(units: pl.DataFrame) -> pl.DataFrame:
 
 
 def _rank_suspects(
-    factors: pl.DataFrame, work: pl.DataFrame, actual: Int64Array
+    factors: pl.DataFrame, work: pl.DataFrame, actual: Int64Array, parts: str
 ) -> Iterator[_Suspect]:
     slow = factors.filter(
         (pl.col("factor") > _SLOW) & (pl.col("often") >= _OFTEN) & (pl.col("peers") > 0)
@@ -212,7 +216,7 @@ def _rank_suspects(
             f"computes {factor:.3f} times as long as its {peers} peers, in {often:.0%} of the steps"
         )
         if host:
-            evidence += f"; its kernels themselves take {device:.3f} times as long"
+            evidence += f"; its {parts} themselves take {device:.3f} times as long"
         yield _Suspect(
             "slow-host" if host else "slow-rank",
             f"rank {rank}" + (f" (stage {stage})" if stage >= 0 else ""),

@@ -25,7 +25,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 @app.command("critical-path")
 def critical_path(
     trace: Calibrated,
-    limit: Annotated[int, typer.Option(min=1, help="Rows of each table.")] = 10,
+    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="Rows of each table.")] = 10,
     json: Json = False,
 ) -> None:
     """What would have to be faster for the run to be shorter, over all ranks.

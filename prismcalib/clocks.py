@@ -144,6 +144,7 @@ def worst_group(
     first = np.flatnonzero(np.diff(group[order], prepend=-1))
     count = np.diff(np.append(first, len(order)))
     median = spreads_ns[order[first + (count - 1) // 2]]
+    limit_ns = min(limit_ns, np.iinfo(np.int64).max // _LENIENCE)
     excess = median - limit_ns * np.where(count < _FEW, _LENIENCE, 1)
     if not len(excess) or excess.max() <= 0:
         return None

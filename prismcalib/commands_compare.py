@@ -31,7 +31,7 @@ def compare(
             "for several. Default: the first four.",
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Rows of each table.")] = 10,
+    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="Rows of each table.")] = 10,
     json: Json = False,
 ) -> None:
     """What became slower from A to B, and how much of the step that costs.
@@ -115,7 +115,9 @@ def health(
         float,
         typer.Option(metavar="PERCENT", min=0, help="A rank stands out if it is this much slower."),
     ] = 5.0,
-    limit: Annotated[int, typer.Option(min=1, help="Rows of the table of ranks.")] = 16,
+    limit: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Rows of the table of ranks.")
+    ] = 16,
     json: Json = False,
 ) -> None:
     """Which devices compute slower than they should: down-clocked, throttled or shared ones.

@@ -204,7 +204,6 @@ def merge(
     from prismcalib.slices import SliceOptions
     from prismcalib.waiting import WaitRules
 
-    warn_of_suffix(output)
     with progress("merging") as bar:
         result = merge_trace(
             list(inputs),
@@ -230,6 +229,7 @@ def merge(
             advance=bar.advance,
         )
         result.write(output, columns_only=columns_only)
+    warn_of_suffix(output)
     if json:
         print_json({"output": str(output), **result.report.as_dict()})
         return

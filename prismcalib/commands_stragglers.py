@@ -54,7 +54,7 @@ def stragglers(
             "same. auto: type for operation-level logs, else position."
         ),
     ] = PeersName.AUTO,
-    limit: Annotated[int, typer.Option(min=1, help="Rows of each table.")] = 8,
+    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="Rows of each table.")] = 8,
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Which rank, stage, group or kind of operation slows the job down, and the likely cause.

@@ -110,7 +110,9 @@ def what_if(
         bool,
         typer.Option("--rooted", help="In all scenarios, rooted collectives wait as for merge."),
     ] = False,
-    limit: Annotated[int, typer.Option(min=1, help="Rows of each table of a path.")] = 5,
+    limit: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Rows of each table of a path.")
+    ] = 5,
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """How long would a step take if some operations were faster, or gone? Changes no file.

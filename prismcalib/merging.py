@@ -33,6 +33,7 @@ from prismcalib.errors import CalibError, MergeInputError
 from prismcalib.graph import Graph, Int64Array
 from prismcalib.measuring import Clocks
 from prismcalib.propagation import Engine, Timing, critical_steps, propagate, slack
+from prismcalib.rows import FARTHEST_NS
 from prismcalib.slices import SliceOptions, SlicesReport, merge_slices
 from prismcalib.waiting import WaitRules, apply_wait_rules, ready_times, waiting_rows
 from prismtrace.schema import LOCAL_KINDS, TraceHeader, TraceKind, TransferSource
@@ -327,11 +328,14 @@ def _observed(trace: Trace) -> pl.DataFrame:
 
 
 def _check_times(rows: pl.DataFrame) -> None:
+    near = pl.col("start_ns").is_between(-FARTHEST_NS, FARTHEST_NS)
     window = pl.col("start_ns").max().over("rank") - pl.col("start_ns").min().over("rank")
     problems = {
         "has no start or duration": pl.col("start_ns").is_null() | pl.col("dur_ns").is_null(),
         "has a negative duration": pl.col("dur_ns") < 0,
         "lasts longer than a day": pl.col("dur_ns") > _LONGEST_NS,
+        # Before the window, whose difference must not overflow.
+        "starts more than 146 years from the zero of its clock": ~near,
         "is on a rank whose rows lie more than a day apart": window > _LONGEST_NS,
     }
     for problem, rule in problems.items():

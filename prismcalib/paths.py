@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from prismcalib.build import graph_from_trace
+from prismcalib.build import graph_from_trace, require_own_columns
 from prismcalib.errors import MergeInputError
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.propagation import Timing, critical_arrays
@@ -110,7 +110,7 @@ def calibrated_trace(
     """Open the trace; refuse one that has not been merged.
 
     Raises:
-        MergeInputError: the trace is not calibrated.
+        MergeInputError: the trace is not calibrated, or a column that the toolkit adds holds text.
     """
     trace = source if isinstance(source, Trace) else open_trace(source)
     if trace.header.kind != TraceKind.CALIBRATED:
@@ -119,6 +119,7 @@ def calibrated_trace(
             where=", ".join(str(path) for path in trace.paths) or None,
             hint="run `prismcalib merge` on it first and pass the result",
         )
+    require_own_columns(trace)
     return trace
 
 

@@ -16,7 +16,7 @@ from prismcalib.resampling import StepSpread, resample_steps, why_not_resampled
 from prismtrace.schema import LOCAL_KINDS
 from prismtrace.trace import Trace
 
-__all__ = ["Prediction", "predict"]
+__all__ = ["Prediction", "path_basis", "predict"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ def predict(
         window_ns=path.length_ns,
         steps=_steps(nodes, path.length_ns),
         ranks=_ranks(nodes, path.length_ns),
-        basis=_basis(path),
+        basis=path_basis(path),
         spread=None if obstacle else resample_steps(graph, rows, draws=draws, seed=seed),
         why_no_spread=obstacle,
         estimates=estimate_range(graph, rows, trace.header, path),
@@ -164,7 +164,8 @@ def _covered(spans: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _basis(path: CriticalPath) -> dict[str, float]:
+def path_basis(path: CriticalPath) -> dict[str, float]:
+    """Shares of the path by what is known about it, largest first; they add up to 1."""
     local = pl.col("kind").is_in([kind.value for kind in LOCAL_KINDS])
     known = (
         path.segments.with_columns(

@@ -23,10 +23,12 @@ from prismtrace.trace import node_schema
 
 __all__ = [
     "ABSENT",
+    "FARTHEST_NS",
     "KINDS",
     "NODE_COLUMNS",
     "Rows",
     "UInt8Array",
+    "absent_text",
     "check_times",
     "list_lengths",
     "list_values",
@@ -48,6 +50,9 @@ _P2P = np.array([kind in P2P_KINDS for kind in KINDS])
 
 # No training step lasts a day; a span of one is a broken clock or a unit mix-up.
 _LONGEST_NS = 24 * 3600 * 10**9
+
+FARTHEST_NS = 2**62 - 2 * _LONGEST_NS
+"""Starts farther from 0 are refused: differences of any two times fit into 64 bits."""
 
 _CHECK_HINT = "run `prismtrace validate` on the file: it lists every rule that is broken"
 
@@ -273,6 +278,9 @@ def _wrong_times(table: pl.DataFrame) -> tuple[str, pl.Series | None]:
         if float(window.max()) - float(window.min()) > _LONGEST_NS:
             text = "is on a rank whose rows lie more than a day apart"
             return text, pl.Series(rank == rank[first])
+    if times.min() < -FARTHEST_NS or times.max() > FARTHEST_NS:
+        text = "starts more than 146 years from the zero of its clock"
+        return text, ~start.is_between(-FARTHEST_NS, FARTHEST_NS)
     return "", None
 
 
@@ -370,3 +378,17 @@ def _lags(
 def ranks_text(ranks: Iterable[int]) -> str:
     """Ranks for people: `0-7, 9`."""
     return format_ranks(sorted(ranks)).replace(",", ", ")
+
+
+_MOST_LISTED = 1_000_000
+
+
+def absent_text(present: Iterable[int], world_size: int) -> str:
+    """The ranks of a world that are not present, for people: `0-7, 9`."""
+    here = sorted(present)
+    if world_size <= _MOST_LISTED:
+        return ranks_text(set(range(world_size)) - set(here))
+    # A broken header may name any size: nothing is done per absent rank.
+    gaps = [(low + 1, high - 1) for low, high in pairwise([-1, *here, world_size])]
+    texts = [str(low) if low == high else f"{low}-{high}" for low, high in gaps if low <= high]
+    return ", ".join(texts[:20]) + (", ..." if len(texts) > 20 else "")

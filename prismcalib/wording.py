@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from prismtrace.schema import TraceHeader
 
-__all__ = ["idle_inside"]
+__all__ = ["idle_inside", "parts_of_spans"]
 
 
 def idle_inside(header: TraceHeader) -> str:
-    """What the time inside spans is called in which nothing ran: a CPU job has no kernels."""
+    """What the time inside spans is called in which nothing ran."""
+    return f"idle between {parts_of_spans(header)}"
+
+
+def parts_of_spans(header: TraceHeader) -> str:
+    """What spans are made of: a CPU job has no kernels."""
     on_cpu = any(label.startswith("cpu thread") for label in header.streams.values())
-    return "idle between operators" if on_cpu else "idle between kernels"
+    return "operators" if on_cpu else "kernels"

@@ -215,6 +215,12 @@ def _meaning_rules() -> list[RowRule]:
             pl.col("start_ns").is_null() != dur.is_null(),
         ),
         RowRule(
+            "end-out-of-range",
+            "start_ns + dur_ns is no 64-bit number",
+            ("start_ns", "dur_ns"),
+            _int64(dur) > 2**63 - 1 - _int64(pl.col("start_ns")).clip(lower_bound=0),
+        ),
+        RowRule(
             "local-with-transfer",
             "compute and memcpy transfer nothing between ranks",
             ("kind", "transfer_ns"),
@@ -233,6 +239,11 @@ def _meaning_rules() -> list[RowRule]:
             peak < level,
         ),
     ]
+
+
+def _int64(column: pl.Expr) -> pl.Expr:
+    """What fits; the rest is reported by the column's own rule."""
+    return column.cast(pl.Int64, strict=False)
 
 
 def _kind_in(kinds: frozenset[Kind]) -> pl.Expr:

@@ -424,6 +424,10 @@ class Node(BaseModel):
             ("peer-without-meaning", p2p or self.kind in ROOTED_KINDS or self.peer is None),
             ("reduce-op-without-meaning", self.kind in REDUCING_KINDS or self.reduce_op is None),
             ("half-timed", (self.start_ns is None) == (self.dur_ns is None)),
+            (
+                "end-out-of-range",
+                self.start_ns is None or self.dur_ns is None or self.start_ns + self.dur_ns < 2**63,
+            ),
             ("local-with-transfer", not local or self.transfer_ns is None),
             (
                 "transfer-longer-than-span",

@@ -12,7 +12,7 @@ import polars as pl
 from prismcalib.errors import MergeInputError
 from prismcalib.lateness import Lateness, find_late_ranks
 from prismcalib.paths import CriticalPath, calibrated_trace
-from prismcalib.prediction import Prediction, predict
+from prismcalib.prediction import Prediction, path_basis, predict
 from prismcalib.report.conclusion import Conclusion, conclude
 from prismcalib.report.grids import Grid
 from prismcalib.report.scan import Extent, extent_of, scan
@@ -20,7 +20,6 @@ from prismcalib.report.stages import pipeline_stages
 from prismcalib.report.tables import (
     Memory,
     Pipeline,
-    basis_shares,
     groups_table,
     memory_of,
     pipeline_of,
@@ -192,7 +191,7 @@ def describe_run(
         kinds=counted.kinds.with_columns(pl.col("kind").cast(pl.String)),
         traffic=traffic,
         groups=groups_table(counted, header),
-        basis=basis_shares(path),
+        basis=path_basis(path),
         sources=counted.sources.with_columns(pl.col("transfer_source").cast(pl.String)),
         stragglers=stragglers,
         stragglers_absent=absent,

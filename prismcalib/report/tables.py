@@ -10,13 +10,12 @@ import polars as pl
 from prismcalib.graph import Int64Array
 from prismcalib.paths import CriticalPath
 from prismcalib.places import group_family
-from prismcalib.report.scan import LOCAL, Extent, Scan
+from prismcalib.report.scan import Extent, Scan
 from prismtrace.schema import P2P_KINDS, TraceHeader
 
 __all__ = [
     "Memory",
     "Pipeline",
-    "basis_shares",
     "groups_table",
     "memory_of",
     "others_median",
@@ -231,26 +230,6 @@ def groups_table(counted: Scan, header: TraceHeader) -> pl.DataFrame:
             (pl.col("arrivals") / pl.col("collectives")).alias("last_share"),
         )
     )
-
-
-def basis_shares(path: CriticalPath) -> dict[str, float]:
-    """Shares of the path by what is known about it, largest first; they add up to 1."""
-    local = pl.col("kind").is_in(LOCAL)
-    sources = (
-        path.segments.filter(~local & pl.col("transfer_source").is_not_null())
-        .group_by("transfer_source")
-        .agg(pl.col("busy_ns").sum())
-        .rows()
-    )
-    unknown = path.segments.filter(~local & pl.col("transfer_source").is_null())["busy_ns"].sum()
-    times = {
-        "computation, measured": path.compute_ns - path.inner_idle_ns,
-        **{f"transfer, {source}": time for source, time in sources},
-        "communication without partners, as recorded": unknown,
-        "idle, as recorded": path.gap_ns + path.lead_in_ns + path.inner_idle_ns,
-    }
-    shares = {name: time / max(path.length_ns, 1) for name, time in times.items() if time}
-    return dict(sorted(shares.items(), key=lambda item: (-item[1], item[0])))
 
 
 def memory_of(
