@@ -5,6 +5,8 @@ Nothing heavy is imported before a command needs it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -179,7 +181,7 @@ def convert(
 
     files = expand_inputs(inputs)
     console.warn_of_suffix(output)
-    _check_comm_kernels(comm_kernel or [])
+    _check_options(comm_kernel or [], step_from, keep_arg or [], grain)
     size = sum(file.stat().st_size for file in files)
     with console.progress("converting", total=size, unit="bytes") as bar:
         report = convert_files(
@@ -205,12 +207,15 @@ def convert(
         console.announce_output(output)
 
 
+_MOST_DIGITS = 18  # Python refuses to read thousands of them
+
+
 def _ranks_of_files(given: list[str], files: list[str]) -> dict[str, int]:
     """`FILE=N` texts as a mapping; a lone number belongs to a single input."""
     ranks: dict[str, int] = {}
     for text in given:
         file, equals, number = text.rpartition("=")
-        if not number.isdecimal():
+        if not number.isdecimal() or len(number) > _MOST_DIGITS:
             raise typer.BadParameter(f"{text!r} is not FILE=N", param_hint="--rank")
         if not equals:
             if len(files) != 1:
@@ -223,15 +228,36 @@ def _ranks_of_files(given: list[str], files: list[str]) -> dict[str, int]:
     return ranks
 
 
-def _check_comm_kernels(rules: list[str]) -> None:
+def _check_options(
+    comm_kernels: list[str], step_from: str, keep_args: list[str], grain: Grain
+) -> None:
+    from prismtrace.converters.kineto.annotate import step_pattern
+    from prismtrace.converters.kineto.events import check_keep_args
     from prismtrace.converters.kineto.names import CommPatterns
-    from prismtrace.errors import SourceFormatError
+
+    with _wrong_usage("--comm-kernel"):
+        CommPatterns.parse(comm_kernels)
+    with _wrong_usage("--step-from"):
+        step_pattern(step_from)
+    with _wrong_usage("--keep-arg"):
+        check_keep_args(keep_args)
+    twice = [name for name in keep_args if keep_args.count(name) > 1]
+    if twice:
+        raise typer.BadParameter(f"{twice[0]!r} is given twice", param_hint="--keep-arg")
+    if keep_args and grain is not Grain.KERNEL:
+        raise typer.BadParameter("goes with --grain kernel only", param_hint="--keep-arg")
+
+
+@contextmanager
+def _wrong_usage(flag: str) -> Iterator[None]:
+    """What is wrong about an option's value is told like every wrong usage."""
+    from prismtrace.errors import TraceError
 
     try:
-        CommPatterns.parse(rules)
-    except SourceFormatError as error:
+        yield
+    except TraceError as error:
         hint = f"; {error.hint}" if error.hint else ""
-        raise typer.BadParameter(error.message + hint, param_hint="--comm-kernel") from error
+        raise typer.BadParameter(error.message + hint, param_hint=flag) from error
 
 
 # --- info -----------------------------------------------------------------------------
@@ -363,10 +389,13 @@ def _chosen_ranks(text: str, trace: Trace) -> tuple[int, ...]:
         chosen = parse_ranks(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--ranks") from error
+    if not chosen:
+        raise typer.BadParameter("names no rank", param_hint="--ranks")
     absent = sorted(set(chosen) - set(trace.header.ranks))
-    if absent or not chosen:
+    if absent:
         raise RankError(
-            f"ranks {format_ranks(absent)} are not in the trace" if absent else "no rank chosen",
+            f"ranks {format_ranks(absent)} are not in the trace",
+            where=", ".join(map(str, trace.paths)) or None,
             hint=f"it has ranks {format_ranks(trace.header.ranks)}",
         )
     return chosen

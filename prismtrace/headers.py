@@ -18,7 +18,7 @@ from prismtrace.errors import (
     SourceFormatError,
     ValidationError,
 )
-from prismtrace.input_files import require_readable, unreadable
+from prismtrace.input_files import is_text, require_readable, unreadable
 from prismtrace.schema import FORMAT_VERSION, TraceHeader
 
 __all__ = ["METADATA_KEY", "PathLike", "read_header", "read_headers", "trace_files"]
@@ -44,7 +44,12 @@ def trace_files(source: PathLike | Sequence[PathLike]) -> list[Path]:
             raise unreadable(item, error) from error
         for path in found:
             require_readable(path)
-            _require_text(path)
+            if not is_text(path):
+                raise InputFileError(
+                    "the path is not valid UTF-8 text",
+                    where=str(path),
+                    hint="rename the file or folder",
+                )
         paths.extend(found)
     if not paths:
         raise InputFileError("no trace file was given", hint="name at least one")
@@ -72,16 +77,6 @@ def _files_of(item: PathLike) -> list[Path]:
             hint="check the path, and quote patterns",
         )
     return found
-
-
-def _require_text(path: Path) -> None:
-    """Polars opens files by their names as UTF-8 text only."""
-    try:
-        os.fspath(path).encode()
-    except UnicodeEncodeError as error:
-        raise InputFileError(
-            "the path is not valid UTF-8 text", where=str(path), hint="rename the file or folder"
-        ) from error
 
 
 def read_header(path: PathLike) -> TraceHeader:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prismtrace.errors import InputFileError
 
-__all__ = ["require_readable", "unreadable"]
+__all__ = ["is_text", "require_readable", "unreadable"]
 
 
 def require_readable(path: str | os.PathLike[str]) -> None:
@@ -32,6 +32,15 @@ def require_readable(path: str | os.PathLike[str]) -> None:
         )
     if not os.access(path, os.R_OK):
         raise unreadable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
+def is_text(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is UTF-8: Polars opens no others."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def unreadable(path: str | os.PathLike[str], error: OSError) -> InputFileError:

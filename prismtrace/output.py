@@ -12,8 +12,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prismtrace.errors import OutputError, PrismError
+from prismtrace.input_files import is_text
 
-__all__ = ["atomic_output", "output_error", "refuse_inputs", "temporary_prefix", "writable_target"]
+__all__ = [
+    "atomic_output",
+    "output_error",
+    "refuse_inputs",
+    "temporary_prefix",
+    "utf8_text",
+    "writable_target",
+]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SHORT_NAME = 40  # of the target in a temporary name, which must not become too long itself
@@ -62,9 +70,16 @@ def writable_target(path: str | os.PathLike[str]) -> Path:
     """The file that a result named `path` is written to: `path`, or what a link leads to.
 
     Raises:
-        OutputError: there is a folder, a device or a pipe at `path`, or it cannot be a file's.
+        OutputError: there is a folder, a device or a pipe at `path`, or it cannot be the path of a
+            file that is read again.
     """
     target = Path(os.path.realpath(path))
+    if not is_text(target):
+        raise OutputError(
+            "the output path is not valid UTF-8 text, and could not be opened again",
+            where=str(path),
+            hint="choose another name or folder",
+        )
     try:
         found = target.lstat().st_mode
     except FileNotFoundError:
@@ -99,6 +114,11 @@ def refuse_inputs(
                 raise OutputError(
                     "the output is one of the inputs", where=str(path), hint="name another file"
                 )
+
+
+def utf8_text(name: str) -> str:
+    """A file name as text that every reader can decode; other bytes become U+FFFD."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 def temporary_prefix(target: Path) -> str:

@@ -19,6 +19,8 @@ import polars as pl
 from prismtrace import __version__
 from prismtrace.converters.groups import GroupBook, GroupKey, read_groups_file
 from prismtrace.converters.inputs import PathLike, expand_inputs, given_ranks
+from prismtrace.converters.kineto.annotate import step_pattern
+from prismtrace.converters.kineto.events import check_keep_args
 from prismtrace.converters.kineto.rank import RankOptions, RankTrace, convert_rank
 from prismtrace.converters.matching import match
 from prismtrace.converters.parts import disk_errors, workspace
@@ -30,7 +32,7 @@ from prismtrace.errors import (
     TraceError,
     ValidationError,
 )
-from prismtrace.output import refuse_inputs
+from prismtrace.output import refuse_inputs, utf8_text
 from prismtrace.ranks import MOST_RANKS
 from prismtrace.schema import ClockDomain, Kind, ProcessGroup, TraceHeader, TraceKind
 from prismtrace.trace import node_ids, write_nodes
@@ -141,16 +143,19 @@ def convert(
         return convert_operations(paths, output, mapping=mapping, strict=strict, progress=progress)
     given = given_ranks(paths, ranks or {})
     target = Path(output)
-    options = RankOptions(grain, step_from, tuple(comm_kernels), tuple(keep_args), recover)
     if grain not in ("communication", "kernel"):
         raise ValueError(f"grain is 'communication' or 'kernel', not {grain!r}")
     if unmatched not in ("refuse", "keep"):
         raise ValueError(f"unmatched is 'refuse' or 'keep', not {unmatched!r}")
+    keep_args = tuple(dict.fromkeys(keep_args))
+    check_keep_args(keep_args)
     if keep_args and grain != "kernel":
         raise TraceError(
             "arguments of kernels can be kept only where every kernel is a node",
             hint="add --grain kernel",
         )
+    step_pattern(step_from)
+    options = RankOptions(grain, step_from, tuple(comm_kernels), keep_args, recover)
     refuse_inputs(target, [*paths, groups])
     named = read_groups_file(Path(groups)) if groups is not None else {}
     with workspace(target) as folder:
@@ -335,7 +340,7 @@ def _header(
         clock=_clock_domains(traces),
         steps=tuple(sorted({step for trace in traces for step in trace.steps})),
         created_by=f"prismtrace convert {__version__}",
-        sources=tuple(trace.path.name for trace in traces),
+        sources=tuple(utf8_text(trace.path.name) for trace in traces),
         policies=repairs,
         extra={"convert": informative},
     )

@@ -185,7 +185,6 @@ def test_no_profile(name: str, recover: list[str], call: Any, out: Path, tmp_pat
     assert "\n  hint: " in done.err
 
 
-@pytest.mark.xfail(strict=True, reason="tokens are searched again from every escaped quote")
 def test_an_open_text_full_of_quotes_takes_no_hour(out: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(b'{"traceEvents":[' + EVENT + b',{"name":"' + rb"\"" * 100_000)
@@ -266,7 +265,6 @@ def test_odd_base_times(base: Any, call: Any, tmp_path: Path) -> None:
     assert call("prismtrace", "validate", run).code == 0
 
 
-@pytest.mark.xfail(strict=True, reason="times overflow with a warning")
 def test_a_base_time_at_the_end_of_int64(call: Any, out: Path, tmp_path: Path) -> None:
     documents = [{**profile(rank), "baseTimeNanoseconds": 2**63 - 1} for rank in (0, 1)]
     files = write_profiles(tmp_path / "in", *documents)
@@ -466,10 +464,10 @@ def test_no_control_characters_are_printed(call: Any, recorded: Path, tmp_path: 
         ["--comm-kernel", "=all_reduce"],
         ["--comm-kernel", "[=all_reduce"],
         ["--jobs", "1.5"],
-        failing(["--step-from", "("], why="exit code 1, no place, no hint"),
-        failing(["--step-from", ""], why="matches every annotation"),
-        failing(["--grain", "kernel", "--keep-arg", "\n"], why="msgspec's error comes through"),
-        failing(["--grain", "kernel", *["--keep-arg", "a"] * 2], why="polars' error comes through"),
+        ["--step-from", "("],
+        ["--step-from", ""],
+        ["--grain", "kernel", "--keep-arg", "\n"],
+        ["--grain", "kernel", *["--keep-arg", "a"] * 2],
     ],
     ids=" ".join,
 )
@@ -557,7 +555,6 @@ def test_odd_names(call: Any, profiles: list[Path], tmp_path: Path, monkeypatch:
     assert sorted(path.name for path in Path().iterdir()) == sorted([*names, output])
 
 
-@pytest.mark.xfail(strict=True, reason="TypeError of polars, UnicodeEncodeError of pydantic")
 @pytest.mark.parametrize("where", ["input", "output", "trace"])
 def test_names_that_are_not_unicode(
     where: str, call: Any, profiles: list[Path], recorded: Path, tmp_path: Path
@@ -569,7 +566,11 @@ def test_names_that_are_not_unicode(
         "output": ["convert", *profiles, "-o", odd.with_name(odd.name + "x")],
         "trace": ["info", odd],
     }
-    assert call("prismtrace", *words[where]).code == 0
+    done = call("prismtrace", *words[where])
+    if where == "input":
+        assert done.code == 0
+    else:
+        assert_refused(done, "udcff.json")
 
 
 @pytest.mark.parametrize("name", ["loop", "loop/x", "missing", "*.none", "x" * 5_000, "fifo"])

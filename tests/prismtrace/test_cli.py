@@ -154,7 +154,7 @@ def test_ranks_that_are_not_there(path, tmp_path, run_command):
     done = run_command("prismtrace", "export", path, "-o", tmp_path / "x.json", "--ranks", "0-9")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "error: ranks 2-9 are not in the trace",
+        f"error: ranks 2-9 are not in the trace [{path}]",
         "  hint: it has ranks 0-1",
     ]
     assert not (tmp_path / "x.json").exists()

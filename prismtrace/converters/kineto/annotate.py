@@ -15,7 +15,7 @@ from prismtrace.converters.kineto.reader import KinetoFile
 from prismtrace.errors import StepError
 from prismtrace.schema import Phase
 
-__all__ = ["annotate", "step_ranges"]
+__all__ = ["annotate", "step_pattern", "step_ranges"]
 
 _PROFILER_STEP = r"^ProfilerStep#(\d+)$"
 _BACKWARD_OP = "autograd::engine::evaluate_function"
@@ -25,6 +25,8 @@ _PHASES = (
     (re.compile(r"\bbackward\b", re.IGNORECASE), Phase.BACKWARD),
     (re.compile(r"\bforward\b", re.IGNORECASE), Phase.FORWARD),
 )
+
+_DIGITS = 19  # of a number that may be a step's
 
 Range = tuple[int, int, int]
 """(start, end, number)."""
@@ -46,23 +48,42 @@ def step_ranges(file: KinetoFile, step_from: str, counts: Counter[str]) -> list[
     """
     if step_from == "whole":
         return [(-(2**63), 2**63, 0)]
-    pattern = _PROFILER_STEP if step_from in ("auto", "profilerstep") else step_from
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise StepError(f"--step-from {step_from!r} is no valid pattern: {error}") from error
-    found = _named_ranges(file, compiled, counts)
+    pattern = step_pattern(step_from)
+    found = _named_ranges(file, pattern, counts)
     if found:
         return found
     if step_from == "auto":
         counts["assumed-one-step"] += 1
         return [(-(2**63), 2**63, 0)]
     raise StepError(
-        f"no annotation matches {pattern!r}",
+        f"no annotation matches {pattern.pattern!r}",
         where=str(file.path),
         hint="use --step-from whole, or a pattern that matches a record_function name; "
         f"present: {', '.join(_annotation_names(file)[:8]) or 'none'}",
     )
+
+
+def step_pattern(step_from: str) -> re.Pattern[str]:
+    """The pattern of the names of steps that `step_from` stands for; see `step_ranges`.
+
+    Raises:
+        StepError: it is no pattern, or matches every name.
+    """
+    try:
+        pattern = re.compile(_PROFILER_STEP if step_from in ("auto", "profilerstep") else step_from)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise StepError(
+            f"{step_from!r} is no valid pattern: {error}",
+            where="--step-from",
+            hint="a regular expression such as 'train_step_(\\d+)'",
+        ) from error
+    if pattern.search(""):
+        raise StepError(
+            f"{step_from!r} matches every annotation",
+            where="--step-from",
+            hint="a regular expression such as 'train_step_(\\d+)'",
+        )
+    return pattern
 
 
 def _named_ranges(file: KinetoFile, pattern: re.Pattern[str], counts: Counter[str]) -> list[Range]:
@@ -72,7 +93,8 @@ def _named_ranges(file: KinetoFile, pattern: re.Pattern[str], counts: Counter[st
         match = pattern.search(name)
         if match is not None:
             number = match[1] if match.groups() else None
-            known = number is not None and number.isdecimal() and int(number) < 2**31
+            short = number is not None and number.isdecimal() and len(number) < _DIGITS
+            known = short and int(number or 0) < 2**31
             found.append((start, start + duration, int(number or 0) if known else len(found)))
     numbers = [number for *_, number in found]
     if numbers != sorted(numbers):

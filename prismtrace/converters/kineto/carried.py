@@ -21,6 +21,7 @@ from prismtrace.converters.kineto.names import (
     kernel_reduce_op,
     peer_in_name,
 )
+from prismtrace.converters.kineto.records import MOST_ELEMENTS
 from prismtrace.schema import DType, Kind, ReduceOp
 
 __all__ = ["CommOp", "describe_gloo", "describe_record", "is_wait", "shape_elements"]
@@ -174,9 +175,14 @@ def shape_elements(row: Row) -> int | None:
         return None
     if not dims[0]:
         return 1  # a tensor without dimensions
-    first = dims[0]
+    first = dims[0] if isinstance(dims[0], list) else [dims[0]]
     shapes = first if isinstance(first[0], list) else [first]
-    return sum(int(math.prod(shape)) for shape in shapes)
+    total = 0
+    for shape in shapes:
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+            return None
+        total += math.prod(shape)
+    return total if total <= MOST_ELEMENTS else None
 
 
 def _typed(row: Row) -> DType | None:
@@ -187,14 +193,19 @@ def _typed(row: Row) -> DType | None:
 def _json(text: str | None) -> list[Any]:
     if not text:
         return []
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
     return value if isinstance(value, list) else []
 
 
 def _integer(values: Sequence[str], position: int) -> int | None:
-    if position < len(values) and values[position].lstrip("-").isdigit():
-        return int(values[position])
-    return None
+    try:
+        number = int(values[position])
+    except (IndexError, ValueError):
+        return None
+    return number if -(2**63) <= number < 2**63 else None
 
 
 def _old_group_size(concrete: Sequence[str]) -> int | None:

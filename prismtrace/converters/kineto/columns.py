@@ -173,14 +173,19 @@ class EventColumns:
             )
         )
 
-    def events(self, base_ns: int) -> pl.DataFrame:
-        """The table of all kept events, `base_ns` added to their start; called once."""
+    def events(self, base_ns: int) -> pl.DataFrame | None:
+        """The table of all kept events, `base_ns` added to their start; called once.
+
+        None if a start or an end does not fit into int64.
+        """
         self._counts["kept"] = self._rows
         if self._fractions > 1000 and not self._small_fractions:
             self._counts["ragged-fractions"] = self._fractions
         self._join_parts()
         frame = pl.concat(self._frames, rechunk=False)
         self._frames.clear()
+        if not _fits(frame, base_ns):
+            return None
         extra = [
             free_series(f"x_arg_{name}", values)
             for name, values in zip(self._keep_args, self._kept, strict=True)
@@ -261,6 +266,16 @@ class EventColumns:
         for i in np.flatnonzero(cats == _SYNC).tolist():
             values = sync_values(args[i], kept[i].name or "", self._counts)
             self._syncs.append((self._rows + i, *values))
+
+
+def _fits(frame: pl.DataFrame, base_ns: int) -> bool:
+    """Whether all starts and ends stay in int64 when `base_ns` is added."""
+    if frame.is_empty():
+        return True
+    start, duration = frame["start_ns"], frame["dur_ns"]
+    # Python's integers do not overflow.
+    first, last = (int(value) + base_ns for value in (start.min(), start.max()))  # type: ignore[arg-type]
+    return first >= -(2**63) and last + int(duration.max()) < 2**63  # type: ignore[arg-type]
 
 
 class _NamePool(dict[str, int]):

@@ -13,12 +13,14 @@ from typing import Any
 import msgspec
 
 from prismtrace.converters.kineto.values import int64
+from prismtrace.errors import SourceFormatError
 
 __all__ = [
     "EXACT_FLOAT_LIMIT_US",
     "Event",
     "EventArgs",
     "EventDecoder",
+    "check_keep_args",
     "kept_field",
 ]
 
@@ -173,6 +175,21 @@ def _args_type(keep_args: Sequence[str]) -> type[EventArgs]:
         if kept_field(i, name) == f"kept_{i}"
     ]
     return msgspec.defstruct("KeptArgs", fields, bases=(EventArgs,), gc=False)  # type: ignore[return-value]
+
+
+def check_keep_args(names: Sequence[str]) -> None:
+    """Refuse names that no argument of an event has.
+
+    Raises:
+        SourceFormatError: a name is empty or has characters that JSON writes as escapes.
+    """
+    for name in names:
+        if not name or not name.isprintable() or '"' in name or "\\" in name:
+            raise SourceFormatError(
+                f"{name!r} is no name of an argument",
+                where="--keep-arg",
+                hint="write it as a viewer shows it, e.g. 'registers per thread'",
+            )
 
 
 def kept_field(index: int, name: str) -> str:

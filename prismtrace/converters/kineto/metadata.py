@@ -16,7 +16,7 @@ from prismtrace.converters.kineto.values import int64
 __all__ = ["KinetoGroup", "KinetoMetadata", "parse_metadata"]
 
 _NUMBERS = {
-    name: re.compile(rb'"' + name.encode() + rb'"\s*:\s*"?(-?\d+)')
+    name: re.compile(rb'"' + name.encode() + rb'"\s*:\s*"?(-?\d{1,30}+)(?!\d)')
     for name in ("baseTimeNanoseconds", "rank", "world_size")
 }
 

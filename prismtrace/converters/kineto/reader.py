@@ -23,6 +23,7 @@ from prismtrace.converters.kineto.events import EventDecoder
 from prismtrace.converters.kineto.metadata import KinetoGroup, KinetoMetadata, parse_metadata
 from prismtrace.converters.kineto.text import EventText
 from prismtrace.converters.sniff import SourceFormat, sniff, unsupported
+from prismtrace.errors import InputFileError
 
 __all__ = ["KinetoFile", "KinetoGroup", "KinetoMetadata", "read_kineto", "read_kineto_blocks"]
 
@@ -63,7 +64,7 @@ def read_kineto(
     from disk since its last call. Invalid text is repaired where it can be, and counted;
     a truncated file gives the events before the cut and `counts["truncated"] == 1`.
 
-    Raises InputFileError when the file cannot be read or holds no event list,
+    Raises InputFileError when the file cannot be read, holds no event list or impossible times,
     SourceFormatError when it is another tool's, MixedRanksError when two ranks wrote into it.
     """
     found = sniff(path)
@@ -93,6 +94,12 @@ def read_kineto_blocks(
         columns.append(events)
     metadata = parse_metadata(text.head, text.tail, tally)
     table = columns.events(metadata.base_time_ns)
+    if table is None:
+        raise InputFileError(
+            f"times lie beyond the year 2262 (baseTimeNanoseconds is {metadata.base_time_ns})",
+            where=str(path),
+            hint="the clock of the host was wrong, or the file was changed: record again",
+        )
     return KinetoFile(
         path=path,
         metadata=metadata,

@@ -18,7 +18,15 @@ import polars as pl
 from prismtrace.converters.kineto.events import EventArgs
 from prismtrace.converters.kineto.values import int64
 
-__all__ = ["COMM_SCHEMA", "SYNC_SCHEMA", "comm_frame", "comm_values", "parse_ranks", "sync_values"]
+__all__ = [
+    "COMM_SCHEMA",
+    "MOST_ELEMENTS",
+    "SYNC_SCHEMA",
+    "comm_frame",
+    "comm_values",
+    "parse_ranks",
+    "sync_values",
+]
 
 COMM_SCHEMA: Mapping[str, Any] = {
     "row": pl.UInt32(),
@@ -106,6 +114,10 @@ def sync_values(args: EventArgs, name: str, counts: Counter[str]) -> tuple[Any, 
     return kind, None if stream in NOTHING else stream, record
 
 
+MOST_ELEMENTS = 2**36
+"""In one message: a larger number is a mistake, and its bytes over all ranks exceed int64."""
+
+
 @functools.lru_cache(maxsize=4096)
 def parse_ranks(text: str) -> tuple[int, ...] | None:
     """The ranks in `"[0, 1]"`; None when the list is empty or was cut short with `...`."""
@@ -118,7 +130,7 @@ def parse_ranks(text: str) -> tuple[int, ...] | None:
 
 def _count(value: Any, counts: Counter[str]) -> int | None:
     number = int64(value, counts)
-    if number is None or number >= 0:
+    if number is None or 0 <= number <= MOST_ELEMENTS:
         return number
     counts["dropped-field"] += 1
     return None

@@ -36,14 +36,18 @@ _BAD_VALUE = re.compile(
     rb'(?<=[^\\]")(\s*:\s*)(?:' + _NOT_A_NUMBER + rb")(?=\s*[,}])", re.IGNORECASE
 )
 _STRING_OR_BAD_NUMBER = re.compile(
-    rb'"(?:[^"\\]|\\.)*"|(?<![\w.])(' + _NOT_A_NUMBER + rb")", re.IGNORECASE | re.DOTALL
+    rb'"(?:[^"\\]|\\.)*+"?|(?<![\w.])(' + _NOT_A_NUMBER + rb")", re.IGNORECASE | re.DOTALL
 )
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# A string that does not end takes all the rest, so that no text is searched twice.
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _ANY_CONTROL = re.compile(rb"[\x00-\x1f]")
 _KEY = rb'"[\w .()/%-]{1,64}"\s*:'
 # A string value ends at the first quote that another key or the end of the object follows.
 _VALUE_END = rb"\s*(?:,\s*" + _KEY + rb"|\}\s*(?:[,}]|$))"
-_STRING_VALUE = re.compile(rb"(" + _KEY + rb'\s*")(.*?)(")(?=' + _VALUE_END + rb")", re.DOTALL)
+_STRING_VALUE = re.compile(
+    rb"(" + _KEY + rb'\s*")(.{0,8192}?)(")(?=' + _VALUE_END + rb")", re.DOTALL
+)
+_LARGEST_GUESS = 256 * 1024  # bytes of an event; for each key the end of its value is searched
 _BARE_QUOTE = re.compile(rb'\\.|(")', re.DOTALL)
 # C:\dir\ written as it is: its last backslash hides the closing quote.
 _HIDDEN_QUOTE = re.compile(rb'(?<!\\)\\"(?=' + _VALUE_END + rb")")
@@ -72,6 +76,8 @@ def repair_event(text: bytes) -> Iterator[tuple[bytes, Counter[str]]]:
     strings = counts.copy()
     yield _repair_strings(mild, strings), strings
 
+    if len(text) > _LARGEST_GUESS:
+        return
     # From here on it is a guess where a string ends.
     closed, n = _HIDDEN_QUOTE.subn(rb'\\\\"', text)
     hidden: Counter[str] = Counter({"repaired-backslash": n})

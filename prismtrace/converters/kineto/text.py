@@ -30,11 +30,12 @@ __all__ = ["EventText"]
 
 _LIST_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _LIST_START = re.compile(rb"\s*\[")
-_LIST_EMPTY = re.compile(rb"\s*,?\s*\]")
+_LIST_EMPTY = re.compile(rb"\s*+,?\s*+\]")
 _BOUNDARY = re.compile(rb'\}\s*,\s*(?=\{\s*"[A-Za-z])')
-_LIST_END = re.compile(rb'\}(\s*,?\s*\])\s*(?:,\s*"[^"\\]*"\s*:|\}\s*\Z|\Z)')
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\]]', re.DOTALL)
-_RANK = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}\[\]]*?"rank"\s*:\s*"?(\d+)')
+_LIST_END = re.compile(rb'\}(\s*+,?\s*+\])\s*+(?:,\s*"[^"\\]*"\s*:|\}\s*\Z|\Z)')
+# A string that does not end takes all the rest: it is not searched again from quotes inside it.
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[{}\[\]]', re.DOTALL)
+_RANK = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}\[\]]*?"rank"\s*:\s*"?(\d{1,18}+)(?!\d)')
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BETWEEN = b" \t\r\n,"
