@@ -214,14 +214,21 @@ def require_timeline(rows: pl.DataFrame, trace: Trace) -> None:
     """Refuse a calibrated trace that was edited or cut: rows without times, ranks without rows.
 
     Raises:
-        MergeInputError: names the first row without start or duration.
+        MergeInputError: names the first row without times, or with times that cannot be.
         CoverageError: names the ranks.
     """
-    timeless = rows["start_ns"].is_null() | rows["dur_ns"].is_null()
-    if timeless.any():
-        rank, index = rows.select("rank", "index").row(int(timeless.arg_max() or 0))
+    start, dur = rows["start_ns"], rows["dur_ns"]
+    problems = {
+        "has no start or duration": start.is_null() | dur.is_null(),
+        "has a negative duration": dur < 0,
+        "ends outside of 64 bits": dur > 2**63 - 1 - start.clip(lower_bound=0),
+    }
+    for problem, broken in problems.items():
+        if not broken.any():
+            continue
+        rank, index = rows.select("rank", "index").row(int(broken.arg_max() or 0))
         raise MergeInputError(
-            "a row of a calibrated trace has no start or duration",
+            f"a row of a calibrated trace {problem}",
             where=f"{_paths(trace) or 'trace'} rank={rank} index={index}",
             hint="merge the recorded run or the slices again",
         )

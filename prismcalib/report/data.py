@@ -167,12 +167,19 @@ def describe_run(
         on_rows: is told how many more rows have been read.
 
     Raises:
-        MergeInputError: the trace is not calibrated, or rows lack times.
+        MergeInputError: the trace is not calibrated, rows lack times, or the critical path is not
+            marked.
     """
     trace = calibrated_trace(source)
     header = trace.header
     extent = extent_of(trace)
     counted = scan(trace, extent, cells=cells, on_rows=on_rows)
+    if not counted.critical.height:
+        raise MergeInputError(
+            "no row of the trace is marked as critical",
+            where=", ".join(str(path) for path in trace.paths[:3]) or "trace",
+            hint="run `prismcalib merge` again: it marks the critical path",
+        )
     path = marked_path(trace, extent, counted.critical, counted.last)
     stage_of = pipeline_stages(header, counted.pairs)
     ranks = ranks_table(counted.ranks, path, stage_of)

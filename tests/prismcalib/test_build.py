@@ -10,6 +10,8 @@ from prismcalib.build import (
     structure_graph,
 )
 from prismcalib.errors import CalibError, CoverageError, MergeInputError, MissingMemberError
+from prismcalib.merging import merge
+from prismcalib.rows import absent_text
 from prismtrace.schema import INDEX_BITS
 from prismtrace.trace import Trace
 
@@ -155,3 +157,33 @@ def test_a_rank_that_takes_part_twice_is_refused(make_run):
     rows = run.table.with_columns(seq=pl.when(world).then(0).otherwise("seq"))
     with pytest.raises(CalibError, match="8 members but expects 4"):
         structure_graph(rows, run.header)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "problem"),
+    [
+        ("start_ns", None, "no start or duration"),
+        ("dur_ns", None, "no start or duration"),
+        ("dur_ns", -1, "negative duration"),
+        ("start_ns", 2**63 - 1, "outside of 64 bits"),
+    ],
+)
+def test_a_merged_trace_has_times_that_can_be(make_run, column, value, problem):
+    trace = merge(make_run().trace).trace
+    one = pl.when(where(2, 3)).then(pl.lit(value, pl.Int64)).otherwise(pl.col(column))
+    broken = Trace(header=trace.header, nodes=trace.nodes.with_columns(one.alias(column)))
+    with pytest.raises(MergeInputError, match=problem) as caught:
+        graph_from_trace(broken)
+    assert caught.value.where.endswith("rank=2 index=3")
+
+
+def test_a_merged_trace_has_rows_of_all_its_ranks(make_run):
+    trace = merge(make_run().trace).trace
+    cut = Trace(header=trace.header, nodes=trace.nodes.filter(pl.col("rank") % 2 == 0))
+    with pytest.raises(CoverageError, match="no rows of ranks 1, 3"):
+        graph_from_trace(cut)
+
+
+def test_absent_ranks_of_a_world_of_any_size():
+    assert absent_text([0, 2], 6) == "1, 3-5"
+    assert absent_text([1, 5], 2**60) == f"0, 2-4, 6-{2**60 - 1}"

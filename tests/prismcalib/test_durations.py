@@ -37,3 +37,18 @@ def test_parse_refuses(text):
 )
 def test_format(ns, text):
     assert format_ns(ns) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["9" * 400 + "s", "99999999999s", "9223372036854775808ns"],
+    ids=["long", "seconds", "one more"],
+)
+def test_what_64_bits_do_not_hold(text):
+    with pytest.raises(ValueError, match="too long a duration") as caught:
+        parse_ns(text)
+    assert len(str(caught.value)) < 120
+
+
+def test_no_digit_is_lost():
+    assert parse_ns("9223372036854775807ns") == 2**63 - 1

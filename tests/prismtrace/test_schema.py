@@ -110,6 +110,7 @@ def test_own_columns_start_with_x():
         ({**COMM, "peer": 1}, "peer-without-meaning"),
         ({**COMM, "kind": "all_gather", "reduce_op": "sum"}, "reduce-op-without-meaning"),
         ({**NODE, "start_ns": 0}, "half-timed"),
+        ({**NODE, "start_ns": 1, "dur_ns": 2**63 - 1}, "end-out-of-range"),
         ({**NODE, "transfer_ns": 0}, "local-with-transfer"),
         ({**COMM, "start_ns": 0, "dur_ns": 1, "transfer_ns": 2}, "transfer-longer-than-span"),
         ({**NODE, "deps": [2]}, "dep-not-earlier"),

@@ -149,6 +149,9 @@ def row(**changes: Any) -> dict[str, Any]:
 @example([row(deps=[1], lag_ns=[]), row(lag_ns=[]), row(deps=[1], lag_ns=[2**63])])
 @example([row(rank=2**31, id=2**63 | 3), row(index=2**31, id=2**31), row(stream=2**15)])
 @example([row(kind="send", group=0), row(kind="send", group=0, peer=0)])
+@example(
+    [row(start_ns=start, dur_ns=2**63 - 1) for start in (-(2**63), -1, 0, 1, 2**63 - 1, 2**63)]
+)
 @example([row(dtype="f32"), row(transfer_ns=1), row(wait_ns=-1), row(slack_ns=2**63)])
 @example([row(kind="barrier", group=0, transfer_ns=2**63), row(name="", critical=None)])
 def test_model_and_rules_accept_the_same_rows(rows):
