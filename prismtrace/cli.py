@@ -285,7 +285,9 @@ def info(trace: TraceArgument, json: JsonFlag = False) -> None:
 @app.command()
 def validate(
     trace: TraceArgument,
-    limit: Annotated[int, typer.Option(min=0, help="Rows to show for each broken rule.")] = 5,
+    limit: Annotated[
+        int, typer.Option(min=0, max=1_000_000, help="Rows to show for each broken rule.")
+    ] = 5,
     json: JsonFlag = False,
 ) -> None:
     """Check a trace against the rules of the format.

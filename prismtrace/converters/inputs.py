@@ -75,6 +75,7 @@ def given_ranks(paths: Sequence[Path], ranks: Mapping[str, int]) -> dict[Path, i
         if len(fitting) != 1:
             raise RankError(
                 f"--rank {key}={rank} names {'no' if not fitting else 'more than one'} input file",
+                where=key,
                 hint=f"inputs: {', '.join(path.name for path in paths[:8])}",
             )
         given[fitting[0]] = rank

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -208,16 +209,18 @@ def _read_all(
     jobs = min(jobs or os.cpu_count() or 1, len(tasks))
     done = progress or (lambda _: None)
     seen: dict[int, Path] = {}
-    for trace in run_tasks(convert_rank, tasks, jobs):
-        if trace.rank in seen:
-            raise RankError(
-                f"rank {trace.rank} is in two files",
-                where=f"{seen[trace.rank]} and {trace.path}",
-                hint="give one file per rank, or set ranks with --rank FILE=N",
-            )
-        seen[trace.rank] = trace.path
-        done(trace.path.stat().st_size)
-        yield trace
+    # Closed here, not by the garbage collector, in which Ctrl-C would be lost.
+    with closing(run_tasks(convert_rank, tasks, jobs)) as results:
+        for trace in results:
+            if trace.rank in seen:
+                raise RankError(
+                    f"rank {trace.rank} is in two files",
+                    where=f"{seen[trace.rank]} and {trace.path}",
+                    hint="give one file per rank, or set ranks with --rank FILE=N",
+                )
+            seen[trace.rank] = trace.path
+            done(trace.path.stat().st_size)
+            yield trace
 
 
 def _world_size(traces: Sequence[RankTrace], groups: Iterable[Sequence[int]]) -> int:

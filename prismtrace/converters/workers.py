@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
@@ -67,8 +67,11 @@ class _Worker:
         result: Result = value
         return result
 
-    def stop(self) -> None:
+    def kill(self) -> None:
         self._process.kill()
+
+    def clear(self) -> None:
+        """Wait for the end of a process that was killed."""
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -78,7 +81,7 @@ class _Worker:
 
 def run_tasks(
     function: Callable[..., Result], tasks: Sequence[Sequence[Any]], jobs: int
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """Results of ``function(*task)`` in the order of the tasks.
 
     Args:
@@ -115,8 +118,11 @@ def run_tasks(
         finally:
             for future in futures:
                 future.cancel()
+            # All at once first: waiting may be interrupted.
             for worker in workers:
-                worker.stop()
+                worker.kill()
+            for worker in workers:
+                worker.clear()
 
 
 def serve() -> None:

@@ -39,6 +39,12 @@ def test_nonsense_is_refused(text):
         parse_ranks(text)
 
 
+@pytest.mark.parametrize("text", ["0-99999999999", "4194304", "0-4194303,0", "9" * 5_000])
+def test_absurd_numbers_are_refused_before_they_are_expanded(text):
+    with pytest.raises(ValueError, match="ranks"):
+        parse_ranks(text)
+
+
 def test_thousands_of_groups_fit_into_a_small_header():
     """8 192 ranks in groups of 8 neighbours and of 8 with stride: the header stays small."""
     groups = [range(first, first + 8) for first in range(0, 8192, 8)]

@@ -45,9 +45,9 @@ _KEY = rb'"[\w .()/%-]{1,64}"\s*:'
 # A string value ends at the first quote that another key or the end of the object follows.
 _VALUE_END = rb"\s*(?:,\s*" + _KEY + rb"|\}\s*(?:[,}]|$))"
 _STRING_VALUE = re.compile(
-    rb"(" + _KEY + rb'\s*")(.{0,8192}?)(")(?=' + _VALUE_END + rb")", re.DOTALL
+    rb"(" + _KEY + rb'\s*")(.{0,2048}?)(")(?=' + _VALUE_END + rb")", re.DOTALL
 )
-_LARGEST_GUESS = 256 * 1024  # bytes of an event; for each key the end of its value is searched
+_LARGEST_GUESS = 64 * 1024  # bytes of an event; for each key the end of its value is searched
 _BARE_QUOTE = re.compile(rb'\\.|(")', re.DOTALL)
 # C:\dir\ written as it is: its last backslash hides the closing quote.
 _HIDDEN_QUOTE = re.compile(rb'(?<!\\)\\"(?=' + _VALUE_END + rb")")
