@@ -176,18 +176,20 @@ def convert(
     Example: prismtrace convert rank*.json.gz -o run.parquet
     """
     from prismtrace.converters import convert as convert_files
-    from prismtrace.converters.pipeline import expand_inputs
+    from prismtrace.converters.inputs import expand_inputs, given_ranks
     from prismtrace.printing import print_conversion
 
     files = expand_inputs(inputs)
-    console.warn_of_suffix(output)
+    ranks = _ranks_of_files(rank or [], [str(file) for file in files])
+    with _wrong_usage("--rank"):
+        given_ranks(files, ranks)
     _check_options(comm_kernel or [], step_from, keep_arg or [], grain)
     size = sum(file.stat().st_size for file in files)
     with console.progress("converting", total=size, unit="bytes") as bar:
         report = convert_files(
             files,
             output,
-            ranks=_ranks_of_files(rank or [], [str(file) for file in files]),
+            ranks=ranks,
             grain=grain.value,
             jobs=jobs,
             comm_kernels=comm_kernel or (),
@@ -200,6 +202,7 @@ def convert(
             mapping=columns,
             progress=bar.advance,
         )
+    console.warn_of_suffix(output)
     if json:
         console.print_json(report.to_dict())
     else:

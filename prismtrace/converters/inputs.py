@@ -74,8 +74,8 @@ def given_ranks(paths: Sequence[Path], ranks: Mapping[str, int]) -> dict[Path, i
         fitting = [path for path in paths if key in (path.name, str(path))]
         if len(fitting) != 1:
             raise RankError(
-                f"--rank {key}={rank} names {'no' if not fitting else 'more than one'} input file",
-                where=key,
+                f"{key}={rank} names {'no' if not fitting else 'more than one'} input file",
+                where=f"--rank {key}={rank}",
                 hint=f"inputs: {', '.join(path.name for path in paths[:8])}",
             )
         given[fitting[0]] = rank
