@@ -18,7 +18,9 @@ from prismtrace.console import counted, new_app, print_json, progress, run, tabl
 app = new_app("From recorded ranks to one true timeline, and what it says about the run.")
 
 
-Calibrated = Annotated[Path, typer.Argument(help="Trace that `prismcalib merge` wrote.")]
+Calibrated = Annotated[
+    Path, typer.Argument(readable=False, help="Trace that `prismcalib merge` wrote.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -200,7 +202,9 @@ def predict(
 
 @app.command()
 def check(
-    trace: Annotated[Path, typer.Argument(help="Any trace, also one without times.")],
+    trace: Annotated[
+        Path, typer.Argument(readable=False, help="Any trace, also one without times.")
+    ],
     json: Json = False,
 ) -> None:
     """Look for cycles and for communications that lack members.

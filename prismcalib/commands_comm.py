@@ -23,7 +23,9 @@ __all__ = ["coarsen", "comm_table", "print_costs", "print_range"]
 def comm_table(
     logs: Annotated[
         list[Path],
-        typer.Argument(help="Output of nccl-tests (text, or JSON by -J), or CSV of comm-bench."),
+        typer.Argument(
+            readable=False, help="Output of nccl-tests (text, or JSON by -J), or CSV of comm-bench."
+        ),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Table to write (.parquet), for merge.")
@@ -86,7 +88,9 @@ class GrainName(StrEnum):
 
 
 def coarsen(
-    trace: Annotated[Path, typer.Argument(help="Trace that `prismcalib merge` wrote.")],
+    trace: Annotated[
+        Path, typer.Argument(readable=False, help="Trace that `prismcalib merge` wrote.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Trace to write (.parquet).")],
     grain: Annotated[
         GrainName,

@@ -21,8 +21,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(help="Merged trace of the run to compare with.")],
-    b: Annotated[Path, typer.Argument(help="Merged trace of the run that changed.")],
+    a: Annotated[
+        Path, typer.Argument(readable=False, help="Merged trace of the run to compare with.")
+    ],
+    b: Annotated[
+        Path, typer.Argument(readable=False, help="Merged trace of the run that changed.")
+    ],
     by: Annotated[
         list[str] | None,
         typer.Option(
@@ -108,9 +112,12 @@ def _print_classes(
 
 def health(
     expected: Annotated[
-        Path, typer.Argument(help="Trace of the job on healthy devices, or merged from slices.")
+        Path,
+        typer.Argument(
+            readable=False, help="Trace of the job on healthy devices, or merged from slices."
+        ),
     ],
-    observed: Annotated[Path, typer.Argument(help="Trace of the run to look at.")],
+    observed: Annotated[Path, typer.Argument(readable=False, help="Trace of the run to look at.")],
     slower: Annotated[
         float,
         typer.Option(metavar="PERCENT", min=0, help="A rank stands out if it is this much slower."),

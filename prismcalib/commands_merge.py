@@ -88,7 +88,8 @@ def merge(
     inputs: Annotated[
         list[Path],
         typer.Argument(
-            help="A recorded trace (one file, a folder, all its files), or all slices of a job."
+            readable=False,
+            help="A recorded trace (one file, a folder, all its files), or all slices of a job.",
         ),
     ],
     output: Annotated[

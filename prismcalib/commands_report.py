@@ -15,7 +15,10 @@ __all__ = ["report"]
 def report(
     trace: Annotated[
         list[Path],
-        typer.Argument(help="Trace that `prismcalib merge` wrote: one file, a folder, or files."),
+        typer.Argument(
+            readable=False,
+            help="Trace that `prismcalib merge` wrote: one file, a folder, or files.",
+        ),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Page to write (.html).")

@@ -38,8 +38,9 @@ def stragglers(
     trace: Annotated[
         Path,
         typer.Argument(
+            readable=False,
             help="Trace that `prismcalib merge` wrote, or an operation-level log that "
-            "`prismtrace convert` read."
+            "`prismtrace convert` read.",
         ),
     ],
     by: Annotated[

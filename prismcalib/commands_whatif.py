@@ -67,7 +67,9 @@ def _edit_option(flag: str, help: str) -> Any:
 
 
 def what_if(
-    trace: Annotated[Path, typer.Argument(help="Trace that `prismcalib merge` wrote.")],
+    trace: Annotated[
+        Path, typer.Argument(readable=False, help="Trace that `prismcalib merge` wrote.")
+    ],
     scale: Annotated[
         list[str] | None,
         _edit_option("--scale", "Multiply the durations of the rows that fulfil PREDICATE."),

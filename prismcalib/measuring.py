@@ -30,6 +30,7 @@ from prismcalib.graph import Graph, Int64Array
 from prismcalib.instances import Members, members_of, number
 from prismcalib.rows import ABSENT, COLUMNS, KINDS, Rows, check_times, ranks_text, rows_of
 from prismcalib.steady import chain_steps, steps_of
+from prismtrace.reading import reading
 from prismtrace.schema import ROOTED_KINDS, Kind, TraceHeader, TransferSource
 from prismtrace.trace import scan_nodes
 
@@ -128,7 +129,8 @@ def measure(path: Path, header: TraceHeader, clocks: Clocks, warmup: int) -> Exe
     info = header.slice
     if info is None:
         raise MergeInputError("a slice that does not say which ranks are real", where=where)
-    table = scan_nodes(path).select(COLUMNS).collect()
+    with reading([path]):
+        table = scan_nodes(path).select(COLUMNS).collect()
     rank = pl.col("rank")
     present = set(table["rank"].unique())
     virtual = None
