@@ -212,8 +212,10 @@ def _rank_suspects(
         durations[rows] = np.rint(actual[rows] / factor)
         # More than half of what it is late is not the kernels' own time.
         host = (device - 1) < (factor - 1) / 2
+        idle = f", idle between {parts} included" if host else ""
         evidence = (
-            f"computes {factor:.3f} times as long as its {peers} peers, in {often:.0%} of the steps"
+            f"computes {factor:.3f} times as long as its {peers} peers{idle}, "
+            f"in {often:.0%} of the steps"
         )
         if host:
             evidence += f"; its {parts} themselves take {device:.3f} times as long"

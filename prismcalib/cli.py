@@ -75,6 +75,11 @@ def critical_path(
             ("before the path starts", *part(path.lead_in_ns)),
         ],
     )
+    if path.lead_in_ns * 2 > path.length_ns:
+        print(
+            "\nnothing recorded leads from one step to the next: the path shows only the last; "
+            "`prismcalib stragglers` judges all steps"
+        )
     if late.wait_ns:
         print()
         table(

@@ -173,10 +173,13 @@ def print_range(found: EstimateRange) -> None:
 
     print()
     rests = ", ".join(f"{name} {share:.1%}" for name, share in found.shares.items())
-    print(
-        f"not all transfers were measured: the step lies between {format_ns(found.low_ns)} and "
-        f"{format_ns(found.high_ns)}"
-    )
+    if found.low_ns < found.high_ns:
+        print(
+            f"not all transfers were measured: the step lies between {format_ns(found.low_ns)} and "
+            f"{format_ns(found.high_ns)}"
+        )
+    else:
+        print("not all transfers were measured, and nothing tells how far the step is off")
     print(f"share of the critical path that rests on estimates: {rests or 'none'}")
     for name, share in found.unknown.items():
         print(f"how far {name} is off nobody knows: {share:.1%} of the path is taken as it is")

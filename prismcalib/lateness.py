@@ -33,8 +33,16 @@ class Lateness:
         if not self.wait_ns:
             return "nobody waits for anybody"
         chosen = self.ranks.filter(pl.col("share").cum_sum().shift(fill_value=0.0) < 0.8).head(4)
-        names = " and ".join(str(rank) for rank in chosen["rank"])
-        plural = chosen.height > 1
+        if chosen["share"].sum() < 0.5:
+            rank, share = chosen.select("rank", "share").row(0)
+            causing = self.ranks.filter(pl.col("caused_ns") > 0).height
+            return (
+                f"no few ranks cause the waiting: it is spread over {causing}, rank {rank} has "
+                f"the largest part ({share:.0%})"
+            )
+        *others, last = (str(rank) for rank in chosen["rank"])
+        names = f"{', '.join(others)} and {last}" if others else last
+        plural = bool(others)
         return (
             f"rank{'s' if plural else ''} {names} arrive{'' if plural else 's'} last in "
             f"{chosen['last'].sum()} of {self.instances} communications and "

@@ -346,8 +346,8 @@ def _labels(
 
 
 def _worst(label: Int64Array, excess: Int64Array, count: int, limit: int) -> Int64Array:
-    """The parts that exist, those that differ most from their peers first, at most `limit`."""
-    total = np.bincount(label + 1, weights=np.abs(excess), minlength=count + 1)[1:]
+    """The parts that exist, those that take most longer than their peers first; at most `limit`."""
+    total = np.bincount(label + 1, weights=excess, minlength=count + 1)[1:]
     present = np.bincount(label + 1, minlength=count + 1)[1:] > 0
     order = np.argsort(-total, kind="stable")
     worst: Int64Array = order[present[order]][:limit].astype(np.int64)

@@ -67,7 +67,7 @@ def _numbers(steps: Sequence[int]) -> str:
     if not steps:
         return ""
     what = "number" if len(steps) == 1 else "numbers"
-    return f"{len(steps):,} ({what} {format_ranks(steps)})"
+    return f"{len(steps):,} ({what} {format_ranks(steps, strided=False)})"
 
 
 def _print_facts(facts: list[tuple[str, object]]) -> None:

@@ -18,16 +18,21 @@ _RUN = re.compile(r"([0-9]+)(?:-([0-9]+)(?:/([0-9]+))?)?")
 _LONGEST_RUN = 200
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Write ranks as runs, keeping their order; ``[0, 8, 16, 3]`` becomes ``"0-16/8,3"``."""
-    return ",".join(_runs(list(ranks)))
+def format_ranks(ranks: Sequence[int], *, strided: bool = True) -> str:
+    """Write ranks as runs, keeping their order; ``[0, 8, 16, 3]`` becomes ``"0-16/8,3"``.
+
+    Without `strided` only runs of consecutive numbers are joined, as people write them.
+    """
+    return ",".join(_runs(list(ranks), strided=strided))
 
 
-def _runs(ranks: list[int]) -> Iterable[str]:
+def _runs(ranks: list[int], *, strided: bool) -> Iterable[str]:
     i = 0
     while i < len(ranks):
         first = ranks[i]
         stride = ranks[i + 1] - first if i + 1 < len(ranks) else 0
+        if not strided and stride != 1:
+            stride = 0
         j = i
         while stride > 0 and j + 1 < len(ranks) and ranks[j + 1] - ranks[j] == stride:
             j += 1

@@ -19,6 +19,8 @@ __all__ = ["Conclusion", "conclude"]
 _MUCH_IDLE = 0.25
 _MUCH_TRANSFER = 0.3
 _MUCH_UNKNOWN = 0.3
+# Share of the window before the path starts above which it says little about the run.
+_LATE = 0.5
 # How much longer than its peers a rank or stage computes before it is called slow.
 _SLOW = 0.05
 
@@ -48,11 +50,17 @@ def conclude(
         header: of the trace; names its groups.
     """
     length = max(path.length_ns, 1)
-    idle = (path.inner_idle_ns + path.gap_ns + path.lead_in_ns) / length
+    idle = (path.inner_idle_ns + path.gap_ns) / length
     if path.unmatched_ns / length >= _MUCH_UNKNOWN:
         headline = (
             f"{_percent(path.unmatched_ns / length)} of the critical path is communication whose "
             "partners were not recorded: record all ranks over the same steps to learn more."
+        )
+    elif path.lead_in_ns / length >= _LATE:
+        headline = (
+            f"{_percent(path.lead_in_ns / length)} of the window lies before the critical path "
+            "starts: nothing recorded leads from one step to the next, so the path shows only "
+            "the last; the stragglers below judge all steps."
         )
     elif idle >= _MUCH_IDLE:
         headline = _idle_sentence(path, idle, pipeline)
@@ -68,9 +76,11 @@ def _idle_sentence(path: CriticalPath, share: float, pipeline: Pipeline | None) 
     times = path.segments.group_by("rank").agg(
         time=pl.col("inner_idle_ns").sum() + pl.col("gap_ns").sum()
     )
+    where = _where(times, pipeline)
+    most = f", most of it{where}" if where.startswith(" on ") else where
     return (
-        f"{_percent(share)} of the critical path is idle time between kernels"
-        f"{_where(times, pipeline)}: the host launches too slowly."
+        f"{_percent(share)} of the critical path is idle time of the devices{most}: "
+        "the host launches too slowly."
     )
 
 
@@ -149,7 +159,8 @@ def _notes(
     if traffic.height and traffic["wait_share"][0] >= 0.02:
         family, kind, share = traffic.select("family", "kind", "wait_share").row(0)
         notes.append(
-            f"Most waiting is in {kind} of {family}: {_percent(share)} of its ranks' time."
+            f"Most waiting is in {kind} of {family}: {_percent(share)} of its ranks' time, also "
+            "beside their own computation."
         )
     return notes
 
@@ -199,7 +210,6 @@ def _listed(noun: str, numbers: Sequence[int]) -> str:
 
 
 def _percent(share: float) -> str:
-    """A share for people: `71 %`, one digit more below 10."""
-    return (
-        f"{share:.0%}".replace("%", " %") if share >= 0.095 else f"{share:.1%}".replace("%", " %")
-    )
+    """A share for people: `71 %`, one digit more below 10 and where it is nearly all."""
+    whole = 0.095 <= share < 0.995 or share >= 1
+    return (f"{share:.0%}" if whole else f"{share:.1%}").replace("%", " %")

@@ -195,7 +195,7 @@ def traffic_table(counted: Scan, header: TraceHeader, extent: Extent) -> pl.Data
             wait_ns=(pl.col("wait_ns").sum() / members).round().cast(pl.Int64),
             transfer_ns=(pl.col("transfer_ns").sum() / rows.sum()).round().cast(pl.Int64),
             bytes=(pl.col("bytes").sum() / rows.sum()).round().cast(pl.Int64),
-            wait_share=(pl.col("wait_ns").sum() / whole).fill_null(0.0),
+            wait_share=(pl.col("wait_ns").sum() / whole).fill_null(0.0).fill_nan(0.0),
         )
         .sort("wait_share", "family", "kind", descending=[True, False, False])
     )

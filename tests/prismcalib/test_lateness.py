@@ -1,7 +1,9 @@
 """Whom the others wait for."""
 
+import polars as pl
+
 from prismcalib import merge, synth
-from prismcalib.lateness import find_late_ranks
+from prismcalib.lateness import Lateness, find_late_ranks
 
 
 def late(**changes):
@@ -23,3 +25,11 @@ def test_nobody_waits_when_all_are_alike():
     assert found.wait_ns == 0
     assert found.sentence == "nobody waits for anybody"
     assert found.instances > 0
+
+
+def test_waiting_that_nobody_in_particular_causes():
+    ranks = pl.DataFrame({"rank": range(10), "last": [1] * 10, "caused_ns": [10] * 10})
+    found = Lateness(10, 100, ranks.with_columns(share=pl.lit(0.1)))
+    assert found.sentence == (
+        "no few ranks cause the waiting: it is spread over 10, rank 0 has the largest part (10%)"
+    )

@@ -290,7 +290,7 @@ def test_uneven_chains_are_no_pipeline():
 def test_a_real_run_with_a_slow_host(megatron):
     conclusion = describe_run(megatron).conclusion
     assert conclusion.headline == (
-        "71 % of the critical path is idle time between kernels on ranks 0 and 6: "
+        "65 % of the critical path is idle time of the devices, most of it on ranks 0 and 6: "
         "the host launches too slowly."
     )
 
@@ -568,3 +568,12 @@ def test_colours_can_be_told_apart(sight, theme):
         points.append(oklab(np.array(SIGHT[sight]) @ linear))
     nearest = min(np.linalg.norm(a - b) for a, b in itertools.combinations(points, 2))
     assert nearest > 0.14
+
+
+@pytest.mark.needs_data
+def test_an_operation_log_whose_communications_lack_partners(data_dir, tmp_path):
+    convert(data_dir / "ops" / "straggler" / "trace-ST.parquet", tmp_path / "log.parquet")
+    summary = describe_run(merge(tmp_path / "log.parquet").trace)
+    assert summary.traffic["wait_share"].is_not_nan().all()
+    assert json.dumps(summary.as_dict(), allow_nan=False)
+    assert "before the critical path" in summary.conclusion.headline

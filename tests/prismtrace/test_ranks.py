@@ -50,3 +50,8 @@ def test_thousands_of_groups_fit_into_a_small_header():
     groups = [range(first, first + 8) for first in range(0, 8192, 8)]
     groups += [range(first, 8192, 1024) for first in range(1024)]
     assert sum(len(format_ranks(group)) for group in groups) < 40_000
+
+
+def test_steps_are_written_without_strides():
+    assert format_ranks([2, 4, 6, 7, 8], strided=False) == "2,4,6-8"
+    assert format_ranks([2, 4, 6, 7, 8]) == "2-6/2,7-8"
