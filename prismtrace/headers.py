@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from prismtrace.errors import (
     SourceFormatError,
     ValidationError,
 )
-from prismtrace.input_files import is_text, require_readable, unreadable
+from prismtrace.input_files import files_of, is_text, require_readable, unreadable
 from prismtrace.schema import FORMAT_VERSION, TraceHeader
 
 __all__ = ["METADATA_KEY", "PathLike", "read_header", "read_headers", "trace_files"]
@@ -39,7 +38,12 @@ def trace_files(source: PathLike | Sequence[PathLike]) -> list[Path]:
     paths: list[Path] = []
     for item in given:
         try:
-            found = _files_of(item)
+            found = files_of(
+                item,
+                (".parquet",),
+                what=".parquet file",
+                hint="convert profiler traces first: prismtrace convert",
+            )
         except OSError as error:
             raise unreadable(item, error) from error
         for path in found:
@@ -54,29 +58,6 @@ def trace_files(source: PathLike | Sequence[PathLike]) -> list[Path]:
     if not paths:
         raise InputFileError("no trace file was given", hint="name at least one")
     return paths
-
-
-def _files_of(item: PathLike) -> list[Path]:
-    path = Path(item)
-    if path.is_dir():
-        found = sorted(path.glob("*.parquet"))
-        if not found:
-            raise InputFileError(
-                "the folder holds no .parquet file",
-                where=str(path),
-                hint="convert profiler traces first: prismtrace convert",
-            )
-        return found
-    if path.exists() or not glob.has_magic(str(item)):
-        return [path]
-    found = sorted(Path(name) for name in glob.glob(str(item)))
-    if not found:
-        raise InputFileError(
-            "no file matches the pattern",
-            where=str(item),
-            hint="check the path, and quote patterns",
-        )
-    return found
 
 
 def read_header(path: PathLike) -> TraceHeader:

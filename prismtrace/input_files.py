@@ -1,15 +1,49 @@
-"""Refusing at once what cannot be read as a file."""
+"""Which files an argument names, and refusing at once what cannot be read as one."""
 
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import stat
 from pathlib import Path
 
 from prismtrace.errors import InputFileError
 
-__all__ = ["is_text", "require_readable", "unreadable"]
+__all__ = ["files_of", "is_text", "require_readable", "unreadable"]
+
+
+def files_of(
+    item: str | os.PathLike[str], suffixes: tuple[str, ...], *, what: str, hint: str
+) -> list[Path]:
+    """The files that a path, a folder or a glob pattern names, sorted.
+
+    Args:
+        item: what was given; a file need not exist.
+        suffixes: endings of a folder's files that count.
+        what: what a folder without any of them lacks, for the error.
+        hint: what to do then.
+
+    Raises:
+        InputFileError: the folder holds none, or nothing matches the pattern.
+        OSError: the folder may not be read.
+    """
+    path = Path(item)
+    if path.is_dir():
+        found = sorted(entry for entry in path.iterdir() if entry.name.endswith(suffixes))
+        if not found:
+            raise InputFileError(f"the folder holds no {what}", where=str(path), hint=hint)
+        return found
+    if path.exists() or not glob.has_magic(str(item)):
+        return [path]
+    found = sorted(Path(name) for name in glob.glob(str(item), recursive=True))
+    if not found:
+        raise InputFileError(
+            "no file matches the pattern",
+            where=str(item),
+            hint="check the path, and quote patterns",
+        )
+    return found
 
 
 def require_readable(path: str | os.PathLike[str]) -> None:

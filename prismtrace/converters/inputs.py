@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prismtrace.errors import InputFileError, RankError
-from prismtrace.input_files import require_readable, unreadable
+from prismtrace.input_files import files_of, require_readable, unreadable
 
 __all__ = ["PathLike", "expand_inputs", "given_ranks"]
 
@@ -25,7 +24,12 @@ def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
     paths: list[Path] = []
     for item in given:
         try:
-            paths += _expand(item)
+            paths += files_of(
+                item,
+                (".json", ".json.gz"),
+                what="trace (.json or .json.gz)",
+                hint="name the folder or the files that the profiler wrote",
+            )
         except OSError as error:
             raise unreadable(item, error) from error
     if not paths:
@@ -38,29 +42,6 @@ def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
             raise RankError("the file is given twice", where=str(path), hint="name it once")
         seen.add(path.resolve())
     return paths
-
-
-def _expand(item: PathLike) -> list[Path]:
-    path = Path(item)
-    if path.is_dir():
-        found = sorted(p for p in path.iterdir() if p.name.endswith((".json", ".json.gz")))
-        if not found:
-            raise InputFileError(
-                "the folder holds no trace (.json or .json.gz)",
-                where=str(path),
-                hint="name the folder or the files that the profiler wrote",
-            )
-        return found
-    if path.exists() or not glob.has_magic(str(item)):
-        return [path]
-    found = sorted(Path(name) for name in glob.glob(str(item), recursive=True))
-    if not found:
-        raise InputFileError(
-            "no file matches the pattern",
-            where=str(item),
-            hint="check the path, and quote patterns",
-        )
-    return found
 
 
 def given_ranks(paths: Sequence[Path], ranks: Mapping[str, int]) -> dict[Path, int]:
