@@ -44,18 +44,19 @@ def critical_path(
     """
     from prismcalib.durations import format_ns
     from prismcalib.lateness import find_late_ranks
-    from prismcalib.paths import ShareColumn, calibrated_trace
+    from prismcalib.paths import ShareColumn, calibrated_trace, is_large
     from prismcalib.paths import critical_path as find_path
     from prismcalib.wording import idle_inside
 
     opened = calibrated_trace(trace)
     path = find_path(opened)
-    late = find_late_ranks(opened)
+    late = None if is_large(opened) else find_late_ranks(opened)
     if json:
-        waited = {"sentence": late.sentence, "ranks": late.ranks.to_dicts()}
+        waited = late and {"sentence": late.sentence, "ranks": late.ranks.to_dicts()}
         print_json({**path.as_dict(limit), "waited_for": waited})
         return
-    print(f"{late.sentence}; `prismcalib stragglers` looks for the cause\n")
+    if late is not None:
+        print(f"{late.sentence}; `prismcalib stragglers` looks for the cause\n")
     inside = idle_inside(opened.header)
 
     def part(ns: int) -> tuple[str, str]:
@@ -80,7 +81,7 @@ def critical_path(
             "\nnothing recorded leads from one step to the next: the path shows only the last; "
             "`prismcalib stragglers` judges all steps"
         )
-    if late.wait_ns:
+    if late is not None and late.wait_ns:
         print()
         table(
             "waited for (waiting of all ranks, also beside their own computation)",

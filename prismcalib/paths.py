@@ -21,6 +21,9 @@ from prismtrace.trace import Trace, open_trace
 
 __all__ = ["CriticalPath", "calibrated_trace", "critical_path", "cut_path", "stored_path"]
 
+# About 300 bytes a row as a graph in memory.
+LARGE_ROWS = 10_000_000
+
 ShareColumn = Literal["kind", "rank", "group", "phase", "step"]
 
 
@@ -100,8 +103,27 @@ def critical_path(
         MergeInputError: the trace is not calibrated.
     """
     trace = calibrated_trace(source)
+    if is_large(trace):
+        return _marked_path(trace)
     graph, rows = graph_from_trace(trace)
     return stored_path(graph, rows, trace.header)
+
+
+def is_large(trace: Trace) -> bool:
+    """Whether the rows of a trace are too many to hold as a graph."""
+    return int(trace.nodes.select(pl.len()).collect().item()) > LARGE_ROWS
+
+
+def _marked_path(trace: Trace) -> CriticalPath:
+    """The same path from the rows that `merge` marked, without holding the trace."""
+    from prismcalib.report.scan import extent_of
+    from prismcalib.report.trail import marked_path
+
+    extent = extent_of(trace)
+    marked = trace.nodes.filter("critical").collect(engine="streaming")
+    ends = pl.col("start_ns") + pl.col("dur_ns")
+    last = trace.nodes.filter(ends == extent.end_ns).collect(engine="streaming")
+    return marked_path(trace, extent, marked, last.sort("rank", "index").head(1))
 
 
 def calibrated_trace(

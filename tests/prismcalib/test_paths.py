@@ -54,3 +54,12 @@ def test_a_trace_that_was_not_merged_is_refused(make_run):
     with pytest.raises(MergeInputError, match="no common timeline") as caught:
         critical_path(make_run().trace)
     assert "prismcalib merge" in caught.value.hint
+
+
+def test_large_traces_give_the_same_path(make_run, monkeypatch):
+    trace = merge(make_run().trace).trace
+    whole = critical_path(trace)
+    monkeypatch.setattr("prismcalib.paths.LARGE_ROWS", 0)
+    streamed = critical_path(trace)
+    assert streamed.as_dict() == whole.as_dict()
+    assert streamed.segments.equals(whole.segments)
