@@ -29,6 +29,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kineto_read import pretty  # beside this script
+
 Event = dict[str, Any]
 
 REPO = Path(__file__).resolve().parent.parent
@@ -153,7 +155,7 @@ def repeat(source: Path, target: Path, megabytes: int, world_size: int) -> int:
         for number, event in enumerate(endless(events, world_size)):
             if size >= megabytes * 1_000_000 and number % len(events) == 0:
                 break
-            size += file.write((",\n" if number else "") + layout(event))
+            size += file.write((",\n" if number else "") + pretty(event))
         size += file.write("\n  ]\n}\n")
     return size
 
@@ -177,15 +179,6 @@ def endless(events: list[Event], world_size: int) -> Iterator[Event]:
                 event["args"]["correlation"] += step
             if event["name"].startswith("ProfilerStep#"):
                 event["name"] = re.sub(r"\d+", lambda n: str(int(n[0]) + 10), event["name"])
-
-
-def layout(event: Event) -> str:
-    """The layout of the profiler's own exporter."""
-    fields = {k: v for k, v in event.items() if k != "args"}
-    text = "  {\n    " + json.dumps(fields)[1:-1]
-    if "args" in event:
-        text += ',\n    "args": {\n      ' + json.dumps(event["args"])[1:-1] + "\n    }"
-    return text + "\n  }"
 
 
 if __name__ == "__main__":

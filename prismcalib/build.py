@@ -15,7 +15,7 @@ import polars as pl
 from prismcalib.errors import CoverageError, MergeInputError, MissingMemberError
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.lists import lists_like, lists_of
-from prismcalib.rows import absent_text, ranks_text
+from prismcalib.rows import absent_text, groups_lacking, ranks_text
 from prismcalib.waiting import WaitRules, apply_wait_rules, waiting_rows
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import TraceHeader, TraceKind
@@ -28,6 +28,7 @@ __all__ = [
     "require_all_members",
     "require_all_ranks",
     "require_own_columns",
+    "require_rows_of_ranks",
     "require_timeline",
     "row_labels",
     "sorted_rows",
@@ -85,14 +86,7 @@ def sorted_rows(trace: Trace) -> pl.DataFrame:
         MergeInputError: there are no rows, or ids are not `rank << 32 | index` with indices
             that count up by one within each rank, or a column that the toolkit adds is no number.
     """
-    schema = trace.nodes.collect_schema()
-    for name in _OWN_COLUMNS:
-        if name in schema and not (schema[name].is_integer() or schema[name] == pl.Null):
-            raise MergeInputError(
-                f"the column {name} holds {schema[name]} instead of integers",
-                where=_paths(trace) or "trace",
-                hint="the toolkit writes it itself: make the file again, or rename the column",
-            )
+    require_own_columns(trace)
     rows = trace.collect()
     rank, index = rows["rank"].to_numpy(), rows["index"].to_numpy()
     if not ((rank[1:] > rank[:-1]) | ((rank[1:] == rank[:-1]) & (index[1:] > index[:-1]))).all():
@@ -199,13 +193,12 @@ def require_all_ranks(rows: pl.DataFrame, header: TraceHeader) -> None:
     present = sorted(rows["rank"].unique())
     if len(present) == header.world_size:
         return
-    groups = [group.name for group in header.groups if not set(group.ranks) <= set(present)]
-    names = ", ".join(groups[:5]) + (f" and {len(groups) - 5} more" if len(groups) > 5 else "")
+    groups = groups_lacking(set(present), header)
     raise CoverageError(
         f"{len(present)} of {header.world_size} ranks present: "
         f"ranks {absent_text(present, header.world_size)} missing"
-        + (f" (groups {names})" if groups else ""),
-        where=f"ranks={format_ranks(sorted(present))}",
+        + (f" (groups {groups})" if groups else ""),
+        where=f"ranks={format_ranks(present)}",
         hint="convert the files of all ranks of the job into one trace",
     )
 
@@ -232,7 +225,16 @@ def require_timeline(rows: pl.DataFrame, trace: Trace) -> None:
             where=f"{_paths(trace) or 'trace'} rank={rank} index={index}",
             hint="merge the recorded run or the slices again",
         )
-    absent = sorted(set(trace.header.ranks) - set(rows["rank"].unique()))
+    require_rows_of_ranks(set(rows["rank"].unique()), trace)
+
+
+def require_rows_of_ranks(present: set[int], trace: Trace) -> None:
+    """Refuse a calibrated trace that lacks the rows of a rank in its header.
+
+    Raises:
+        CoverageError: names the ranks.
+    """
+    absent = sorted(set(trace.header.ranks) - present)
     if absent:
         raise CoverageError(
             f"the trace has no rows of ranks {ranks_text(absent)}, which its header lists",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from prismcalib.errors import CoverageError, MergeInputError
-from prismcalib.rows import absent_text, ranks_text
+from prismcalib.rows import absent_text, groups_lacking, ranks_text
 from prismtrace.schema import TraceHeader, TraceKind
 from prismtrace.trace import PathLike, Trace, open_trace, read_headers, trace_files
 
@@ -264,12 +264,11 @@ def _cover(
 def _absent_error(
     header: TraceHeader, covered: set[int], measured: Iterable[int], slices: int
 ) -> CoverageError:
-    groups = [group.name for group in header.groups if not set(group.ranks) <= covered]
-    names = ", ".join(groups[:5]) + (f" and {len(groups) - 5} more" if len(groups) > 5 else "")
+    groups = groups_lacking(covered, header)
     return CoverageError(
         f"{len(covered)} of {header.world_size} ranks measured: "
         f"ranks {absent_text(covered, header.world_size)} are real in no slice"
-        + (f" (groups {names})" if names else ""),
+        + (f" (groups {groups})" if groups else ""),
         where=f"{slices} slices, real ranks {ranks_text(measured)}",
         hint="run the slices of these ranks, or say what to take instead with --missing",
     )

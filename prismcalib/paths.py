@@ -11,8 +11,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from prismcalib.build import graph_from_trace, require_own_columns
+from prismcalib.build import graph_from_trace, require_own_columns, require_rows_of_ranks
 from prismcalib.errors import MergeInputError
+from prismcalib.extent import extent_of
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.propagation import Timing, critical_arrays
 from prismcalib.waiting import waiting_rows
@@ -116,10 +117,10 @@ def is_large(trace: Trace) -> bool:
 
 def _marked_path(trace: Trace) -> CriticalPath:
     """The same path from the rows that `merge` marked, without holding the trace."""
-    from prismcalib.report.scan import extent_of
-    from prismcalib.report.trail import marked_path
+    from prismcalib.trail import marked_path  # cuts the path with this module's cut_path
 
     extent = extent_of(trace)
+    require_rows_of_ranks(set(extent.ranks.tolist()), trace)
     marked = trace.nodes.filter("critical").collect(engine="streaming")
     ends = pl.col("start_ns") + pl.col("dur_ns")
     last = trace.nodes.filter(ends == extent.end_ns).collect(engine="streaming")

@@ -30,6 +30,7 @@ __all__ = [
     "UInt8Array",
     "absent_text",
     "check_times",
+    "groups_lacking",
     "list_lengths",
     "list_values",
     "ranks_text",
@@ -392,3 +393,9 @@ def absent_text(present: Iterable[int], world_size: int) -> str:
     gaps = [(low + 1, high - 1) for low, high in pairwise([-1, *here, world_size])]
     texts = [str(low) if low == high else f"{low}-{high}" for low, high in gaps if low <= high]
     return ", ".join(texts[:20]) + (", ..." if len(texts) > 20 else "")
+
+
+def groups_lacking(present: set[int], header: TraceHeader) -> str:
+    """Names of the groups with ranks that are not present, for people; at most five."""
+    groups = [group.name for group in header.groups if not set(group.ranks) <= present]
+    return ", ".join(groups[:5]) + (f" and {len(groups) - 5} more" if len(groups) > 5 else "")

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from prismcalib.errors import MergeInputError
+from prismcalib.extent import Extent, extent_of
 from prismcalib.lateness import Lateness, find_late_ranks
 from prismcalib.paths import CriticalPath, calibrated_trace
 from prismcalib.prediction import Prediction, path_basis, predict
 from prismcalib.report.conclusion import Conclusion, conclude
 from prismcalib.report.grids import Grid
-from prismcalib.report.scan import Extent, extent_of, scan
+from prismcalib.report.scan import scan
 from prismcalib.report.stages import pipeline_stages
 from prismcalib.report.tables import (
     Memory,
@@ -27,7 +28,7 @@ from prismcalib.report.tables import (
     steps_table,
     traffic_table,
 )
-from prismcalib.report.trail import marked_path
+from prismcalib.trail import marked_path
 from prismtrace.schema import TraceHeader
 from prismtrace.trace import Trace
 
@@ -174,12 +175,6 @@ def describe_run(
     header = trace.header
     extent = extent_of(trace)
     counted = scan(trace, extent, cells=cells, on_rows=on_rows)
-    if not counted.critical.height:
-        raise MergeInputError(
-            "no row of the trace is marked as critical",
-            where=", ".join(str(path) for path in trace.paths[:3]) or "trace",
-            hint="run `prismcalib merge` again: it marks the critical path",
-        )
     path = marked_path(trace, extent, counted.critical, counted.last)
     stage_of = pipeline_stages(header, counted.pairs)
     ranks = ranks_table(counted.ranks, path, stage_of)

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from prismcalib.errors import MergeInputError
-from prismcalib.graph import Int32Array, Int64Array
+from prismcalib.extent import Extent
+from prismcalib.graph import Int64Array
 from prismcalib.paths import inner_idle
 from prismcalib.report.coverage import cover
 from prismcalib.report.grids import Grid, GridWriter, grid_shapes
 from prismtrace.schema import LOCAL_KINDS, P2P_KINDS
 from prismtrace.trace import Trace
 
-__all__ = ["MEMORY_BINS", "PARTS", "Extent", "Scan", "extent_of", "rank_rows", "scan"]
+__all__ = ["MEMORY_BINS", "PARTS", "Scan", "rank_rows", "scan"]
 
 PARTS = ("compute", "inner_idle", "transfer", "wait")
 """What a rank does at an instant, first that applies; `inner_idle` is a share of `compute` spans.
@@ -31,27 +31,6 @@ _BLOCK_RANKS = 512
 
 LOCAL = [kind.value for kind in LOCAL_KINDS]
 _P2P = [kind.value for kind in P2P_KINDS]
-
-
-@dataclass(frozen=True, eq=False)
-class Extent:
-    """How large a trace is.
-
-    Attributes:
-        ranks: int32[R], ranks that have rows, ascending.
-        rows: int64[R].
-        begin_ns, end_ns: first start and last end.
-    """
-
-    ranks: Int32Array
-    rows: Int64Array
-    begin_ns: int
-    end_ns: int
-
-    @property
-    def window_ns(self) -> int:
-        """From the first start to the last end."""
-        return self.end_ns - self.begin_ns
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -88,39 +67,6 @@ class Scan:
     virtual_rows: int
     memory_bytes: Int64Array | None
     grids: tuple[Grid, ...]
-
-
-def extent_of(trace: Trace) -> Extent:
-    """Ranks, rows and window of a trace, from one streaming pass over three columns.
-
-    Raises:
-        MergeInputError: there are no rows, or rows lack times.
-    """
-    sizes = (
-        trace.nodes.group_by("rank")
-        .agg(
-            rows=pl.len(),
-            begin=pl.col("start_ns").min(),
-            end=(pl.col("start_ns") + pl.col("dur_ns")).max(),
-            untimed=pl.col("start_ns").null_count() + pl.col("dur_ns").null_count(),
-        )
-        .sort("rank")
-        .collect(engine="streaming")
-    )
-    where = ", ".join(str(path) for path in trace.paths[:3]) or None
-    if not sizes.height or sizes["untimed"].sum():
-        raise MergeInputError(
-            "rows without times" if sizes.height else "the trace has no rows",
-            where=where,
-            hint="run `prismcalib merge` again: a calibrated trace has the times of all rows",
-        )
-    begin, end = sizes.select(pl.col("begin").min(), pl.col("end").max()).row(0)
-    return Extent(
-        ranks=sizes["rank"].to_numpy(),
-        rows=sizes["rows"].cast(pl.Int64).to_numpy(),
-        begin_ns=begin,
-        end_ns=end,
-    )
 
 
 def rank_rows(nodes: pl.LazyFrame, first: int, last: int) -> pl.LazyFrame:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from prismcalib.extent import Extent
 from prismcalib.graph import Int64Array
 from prismcalib.paths import CriticalPath
 from prismcalib.places import group_family
-from prismcalib.report.scan import Extent, Scan
+from prismcalib.report.scan import Scan
 from prismtrace.schema import P2P_KINDS, TraceHeader
 
 __all__ = [

@@ -8,7 +8,6 @@ comment on the line before it: `<!-- skip: reason -->`.
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,18 +66,10 @@ def test_links_inside_the_repository_lead_somewhere(page):
     [page for page in PAGES if any(b.language in RUNNERS and not b.skip for b in _blocks(page))],
     ids=_page_id,
 )
-def test_blocks_run(page, tmp_path, command_env, write_gloo_traces):
+def test_blocks_run(page, tmp_path, run_command, write_gloo_traces):
     write_gloo_traces(tmp_path)
     for block in _blocks(page):
         if block.language not in RUNNERS or block.skip:
             continue
-        done = subprocess.run(
-            [*RUNNERS[block.language], block.code],
-            cwd=tmp_path,
-            env=command_env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run_command(*RUNNERS[block.language], block.code)
         assert done.returncode == 0, f"{block.code}\n{done.stdout}\n{done.stderr}"

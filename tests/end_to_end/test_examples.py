@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 from importlib import import_module
 from pathlib import Path
 
@@ -28,16 +27,8 @@ def test_every_expected_output_has_its_example():
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=_stem)
-def test_example_prints_what_is_expected(example, tmp_path, command_env, regenerate):
-    done = subprocess.run(
-        ["python", "-W", "error", str(example)],
-        cwd=tmp_path,
-        env=command_env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_example_prints_what_is_expected(example, tmp_path, run_command, regenerate):
+    done = run_command("python", "-W", "error", example)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == [], "examples leave nothing behind"

@@ -1,9 +1,11 @@
+import polars as pl
 import pytest
 
-from prismcalib.errors import MergeInputError
+from prismcalib.errors import CoverageError, MergeInputError
 from prismcalib.merging import merge
 from prismcalib.paths import critical_path
 from prismcalib.prediction import predict
+from prismtrace.trace import Trace
 
 
 def test_the_parts_add_up(make_run):
@@ -63,3 +65,14 @@ def test_large_traces_give_the_same_path(make_run, monkeypatch):
     streamed = critical_path(trace)
     assert streamed.as_dict() == whole.as_dict()
     assert streamed.segments.equals(whole.segments)
+
+
+def test_large_traces_are_refused_like_others(make_run, monkeypatch):
+    merged = merge(make_run().trace).trace
+    monkeypatch.setattr("prismcalib.paths.LARGE_ROWS", 0)
+    lacking = Trace(header=merged.header, nodes=merged.nodes.filter(pl.col("rank") != 1))
+    with pytest.raises(CoverageError, match="no rows of ranks 1"):
+        critical_path(lacking)
+    unmarked = Trace(header=merged.header, nodes=merged.nodes.with_columns(critical=False))
+    with pytest.raises(MergeInputError, match="no row of the trace is marked"):
+        critical_path(unmarked)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
+from prismcalib.errors import MergeInputError
+from prismcalib.extent import Extent
 from prismcalib.paths import CriticalPath, cut_path
-from prismcalib.report.scan import LOCAL, Extent
+from prismtrace.schema import LOCAL_KINDS
 from prismtrace.trace import Trace, instance_columns
 
 __all__ = ["marked_path"]
@@ -28,7 +30,16 @@ def marked_path(
         extent: of the trace.
         critical: rows marked critical, all columns.
         last: the one row that ends last; the path ends with it.
+
+    Raises:
+        MergeInputError: no row is marked.
     """
+    if not critical.height:
+        raise MergeInputError(
+            "no row of the trace is marked as critical",
+            where=", ".join(str(path) for path in trace.paths[:3]) or "trace",
+            hint="run `prismcalib merge` again: it marks the critical path",
+        )
     end = pl.col("start_ns") + pl.col("dur_ns")
     reached = critical.sort("start_ns", end, "rank", "index")
     left = _leaving_rows(trace, reached, last)
@@ -36,7 +47,7 @@ def marked_path(
     ends = left.select(end).to_series().to_numpy()
     # A row that was not found among the members leaves its own end, which may lie too late.
     ends = np.append(np.minimum(ends[:-1], starts[1:]), ends[-1:])
-    local = left["kind"].cast(pl.String).is_in(LOCAL)
+    local = left["kind"].cast(pl.String).is_in([kind.value for kind in LOCAL_KINDS])
     matched = ~local & left["transfer_ns"].is_not_null() & left["seq"].is_not_null()
     return cut_path(
         left,
