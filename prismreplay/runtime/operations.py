@@ -1,0 +1,147 @@
+"""One communication of one rank, as every part of prismreplay sees it. No torch in here.
+
+PyTorch has some twenty entry points for communication (lists or one tensor, coalesced or not,
+old and new names). The process group turns each into one of the `Call`s below with flat lists
+of input and output tensors, so that roles, executor and recorder know one form only:
+
+========================  ==================================  ================================
+call                      inputs of a rank                    outputs of a rank
+========================  ==================================  ================================
+all_reduce                k tensors                           the same k tensors
+broadcast                 k tensors on the root, else none    k tensors
+reduce                    k tensors                           k tensors on the root, else none
+all_gather                k tensors                           k x N tensors, all of input 0 first
+all_gather_single         k tensors                           k tensors, each N times its input
+gather                    1 tensor                            N tensors on the root, else none
+scatter                   N tensors on the root, else none    1 tensor
+reduce_scatter            N tensors                           1 tensor
+reduce_scatter_single     k tensors                           k tensors, each 1/N of its input
+all_to_all                N tensors                           N tensors
+all_to_all_single         1 tensor                            1 tensor, cut along dim 0
+barrier                   none                                none
+send                      1 tensor                            none
+recv                      none                                1 tensor
+========================  ==================================  ================================
+
+N is the size of the group; k > 1 where several are coalesced into one operation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from prismtrace.schema import DType, Kind, ReduceOp
+
+__all__ = ["Call", "Group", "Op", "TensorSpec"]
+
+
+class Call(StrEnum):
+    """Form of a communication; see the table above."""
+
+    ALL_REDUCE = "all_reduce"
+    BROADCAST = "broadcast"
+    REDUCE = "reduce"
+    ALL_GATHER = "all_gather"
+    ALL_GATHER_SINGLE = "all_gather_single"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    REDUCE_SCATTER = "reduce_scatter"
+    REDUCE_SCATTER_SINGLE = "reduce_scatter_single"
+    ALL_TO_ALL = "all_to_all"
+    ALL_TO_ALL_SINGLE = "all_to_all_single"
+    BARRIER = "barrier"
+    SEND = "send"
+    RECV = "recv"
+
+    @property
+    def kind(self) -> Kind:
+        """What the trace calls it."""
+        return Kind(self.value.removesuffix("_single"))
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A process group as one of its members holds it.
+
+    `name` is what torch calls it; `generation` counts `init_process_group`, after which torch
+    starts its names anew. `ranks` are global, in group-rank order; `rank` is this process's
+    place in them. `backend` is the one the program asked for. `desc` may be set later.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    backend: str
+    generation: int = 0
+    desc: str = ""
+
+    @property
+    def key(self) -> str:
+        """Unique in a run: the same on all members."""
+        return f"{self.generation}/{self.name}"
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank in the world."""
+        return self.ranks[self.rank]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and element type of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One communication of one rank. Ranks in it are global; sizes in bytes.
+
+    `seq` numbers collectives within their group, p2p within (group, sender, receiver); it is
+    None for a receive from anyone until the sender is known, as is `peer`. `payload_bytes` is
+    the payload as nccl-tests counts it. `splits` of all_to_all_single are rows along dim 0,
+    empty when even. Operations of one coalesced launch share `batch`. `site` is the program's
+    own line that issued it (``train.py:41 in train``), for messages; empty when not asked for.
+    """
+
+    call: Call
+    group: Group
+    seq: int | None
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    payload_bytes: int
+    dtype: DType | None = None
+    root: int | None = None
+    peer: int | None = None
+    tag: int = 0
+    reduce_op: ReduceOp | None = None
+    premul_factor: float | None = None
+    input_splits: tuple[int, ...] = ()
+    output_splits: tuple[int, ...] = ()
+    batch: int | None = None
+    site: str = field(default="", compare=False)
+
+    @property
+    def kind(self) -> Kind:
+        """What the trace calls it."""
+        return self.call.kind
