@@ -70,7 +70,8 @@ class GraphObserver(Protocol):
 
     def waited(self, token: int, source: int | None = None) -> None:
         """The wait is over: what the program does next depends on it. Called once an operation;
-        `source` names the sender of a receive from anyone."""
+        `source` names the sender of a receive from anyone.
+        """
 
     def completed(self, token: int, start_ns: int, end_ns: int) -> None:
         """When it ran, where the role can tell (a real run). Times on the observer's clock."""
