@@ -122,6 +122,7 @@ class Op:
     the payload as nccl-tests counts it. `splits` of all_to_all_single are rows along dim 0,
     empty when even. Operations of one coalesced launch share `batch`. `site` is the program's
     own line that issued it (``train.py:41 in train``), for messages; empty when not asked for.
+    `step` is the training step as the graph's recorder counts, where it does.
     """
 
     call: Call
@@ -140,6 +141,7 @@ class Op:
     output_splits: tuple[int, ...] = ()
     batch: int | None = None
     site: str = field(default="", compare=False)
+    step: int | None = field(default=None, compare=False)
 
     @property
     def kind(self) -> Kind:
