@@ -152,6 +152,7 @@ def predict(
     """
     from prismcalib.durations import format_ns
     from prismcalib.prediction import predict as predict_step
+    from prismcalib.step_times import steps_text
     from prismcalib.wording import idle_inside
     from prismtrace.trace import read_header, trace_files
 
@@ -160,15 +161,14 @@ def predict(
     if json:
         print_json(prediction.as_dict())
         return
-    durations = prediction.steps["duration_ns"].to_list()
-    several = f"median of {len(durations)}; {format_ns(min(durations))} to "
-    print(
-        f"step time {format_ns(prediction.step_ns)} "
-        + (f"({several}{format_ns(max(durations))})" if len(durations) > 1 else "(one step)")
-    )
+    durations = prediction.counted_ns
+    which = steps_text(prediction.steps.height, prediction.warmup)
+    if len(durations) > 1:
+        which += f"; {format_ns(min(durations))} to {format_ns(max(durations))}"
+    print(f"step time {format_ns(prediction.step_ns)} ({which})")
     if prediction.steps["step"].null_count():
         print("the trace marks no steps: this is its whole window")
-    elif len(durations) == 1:
+    elif prediction.steps.height == 1:
         print("a single step counts from the first start of any rank to the last end")
     spread = prediction.spread
     if spread is not None:

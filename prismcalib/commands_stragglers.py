@@ -75,6 +75,7 @@ def stragglers(
 
 def _print(report: StragglerReport, limit: int) -> None:
     from prismcalib.durations import format_ns
+    from prismcalib.step_times import steps_text
 
     base, without, ideal = (
         round(float(times.mean()))
@@ -85,7 +86,7 @@ def _print(report: StragglerReport, limit: int) -> None:
         "position": "the same one on ranks that do the same",
     }[report.peers]
     table(
-        f"mean of {len(report.steps)} steps",
+        steps_text(len(report.steps) + report.warmup, report.warmup, "mean"),
         ("", "step time", "slowdown", "meaning"),
         [
             ("as it was", format_ns(base), None, ""),

@@ -185,10 +185,11 @@ def _scenarios(given: list[str]) -> dict[str, list[Edit]]:
 
 def _print_answer(answer: WhatIf, limit: int) -> None:
     from prismcalib.durations import format_ns
+    from prismcalib.step_times import steps_text
 
     base = max(answer.baseline.step_ns, 1)
     table(
-        f"step time, median of {len(answer.baseline.steps_ns)}",
+        f"step time, {steps_text(len(answer.baseline.steps_ns), answer.baseline.warmup)}",
         ("scenario", "step", "change", "", "rows edited", "what it then waits for"),
         [
             (

@@ -224,12 +224,12 @@ class _Model:
 
     @classmethod
     def of(cls, trace: Trace) -> _Model:
-        steps = StepModel.of(*graph_from_trace(trace))
+        steps = StepModel.of(*graph_from_trace(trace), trace.header)
         model = cls(steps.graph, steps, propagate(steps.graph).order, 0.0)
         return replace(model, baseline=model.step_times([steps.graph.duration_ns])[0])
 
     def step_times(self, columns: list[Int64Array], lags: Int64Array | None = None) -> list[float]:
-        """Median step time for each set of durations."""
+        """Step time for each set of durations."""
         batch = propagate_batch(
             self.graph,
             np.stack(columns, axis=1),
@@ -237,7 +237,7 @@ class _Model:
             steps=self.steps.number,
             order=self.order,
         )
-        return [float(median) for median in np.median(self.steps.durations(batch), axis=1)]
+        return self.steps.typical_each(batch)
 
     def effect_of_classes(self, scaled: Int64Array) -> int:
         """Change of the step time if all rows take these times."""

@@ -68,12 +68,13 @@ def estimate_range(
         return None
     low, high, unknown = _factors(rows, header)
     durations = np.stack([_scaled(graph, low), _scaled(graph, high)], axis=1)
-    model = StepModel.of(graph, rows)
-    batch = propagate_batch(model.graph, durations, steps=model.number)
-    bounds = np.median(model.durations(batch), axis=1)
+    model = StepModel.of(graph, rows, header)
+    shortest, longest = model.typical_each(
+        propagate_batch(model.graph, durations, steps=model.number)
+    )
     return EstimateRange(
-        low_ns=round(float(bounds[0])),
-        high_ns=round(float(bounds[1])),
+        low_ns=round(shortest),
+        high_ns=round(longest),
         shares=_shares(path, pl.lit(value=True)),
         unknown=_shares(path, pl.col("id").is_in(rows["id"].filter(unknown).implode())),
     )

@@ -29,7 +29,8 @@ from prismcalib.errors import ClockError, MergeInputError
 from prismcalib.graph import Graph, Int64Array
 from prismcalib.instances import Members, members_of, number
 from prismcalib.rows import ABSENT, COLUMNS, KINDS, Rows, check_times, ranks_text, rows_of
-from prismcalib.steady import chain_steps, steps_of
+from prismcalib.steady import chain_steps
+from prismcalib.step_times import steps_of
 from prismtrace.reading import reading
 from prismtrace.schema import ROOTED_KINDS, Kind, TraceHeader, TransferSource
 from prismtrace.trace import scan_nodes

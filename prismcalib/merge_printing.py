@@ -6,6 +6,7 @@ from prismcalib.commands_comm import print_costs
 from prismcalib.durations import format_ns
 from prismcalib.merging import MergeReport
 from prismcalib.slices import SlicesReport
+from prismcalib.step_times import steps_text
 from prismtrace.console import counted, table
 
 __all__ = ["print_merge", "print_slices"]
@@ -127,7 +128,12 @@ def print_slices(report: SlicesReport) -> None:
     known = ", ".join(f"{name} {count}" for name, count in report.sources.items()) or "none"
     lines = [
         ("step before", format_ns(report.before_ns), "the longest that any slice saw by itself"),
-        ("step after", format_ns(report.step_ns), f"{gain:+.2%}: all ranks on one timeline"),
+        (
+            "step after",
+            format_ns(report.step_ns),
+            f"{gain:+.2%}, all ranks on one timeline: "
+            + steps_text(len(report.steps_ns), report.warmup),
+        ),
         ("steps", str(len(report.steps_ns)), _steps_text(report)),
         ("propagated", format_ns(report.propagated_ns), "first start to last end, all steps"),
         ("idle", format_ns(report.gaps_ns), "before rows, sum over ranks; kept"),
@@ -187,6 +193,4 @@ def print_slices(report: SlicesReport) -> None:
 
 def _steps_text(report: SlicesReport) -> str:
     times = [format_ns(ns) for ns in report.steps_ns[:6]]
-    warm = min(report.warmup, len(times) - 1)
-    shown = ", ".join(times) + (", ..." if len(report.steps_ns) > len(times) else "")
-    return f"{shown}; the first {warm} not counted" if warm else shown
+    return ", ".join(times) + (", ..." if len(report.steps_ns) > len(times) else "")

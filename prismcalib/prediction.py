@@ -13,7 +13,8 @@ from prismcalib.build import graph_from_trace
 from prismcalib.estimates import EstimateRange, estimate_range
 from prismcalib.paths import CriticalPath, calibrated_trace, inner_idle, stored_path
 from prismcalib.resampling import StepSpread, resample_steps, why_not_resampled
-from prismtrace.schema import LOCAL_KINDS
+from prismcalib.step_times import counted_steps, step_table, typical_ns, warmup_of
+from prismtrace.schema import LOCAL_KINDS, TraceHeader
 from prismtrace.trace import Trace
 
 __all__ = ["Prediction", "path_basis", "predict"]
@@ -28,6 +29,7 @@ class Prediction:
         steps: step, duration_ns; a step lasts from the end of the step before (the first: from
             the first start) to its own last end over all ranks.  One row with step null for
             the whole window if the trace has no steps.
+        warmup: how many first steps do not count (see `merge --warmup`).
         ranks: rank, compute_ns (computing and copying), inner_idle_ns (idle between the
             kernels of a span), transfer_ns (transferring and nothing else), wait_ns (only
             waiting for other ranks), gap_ns (nothing at all); they add up to the window.
@@ -46,19 +48,25 @@ class Prediction:
     spread: StepSpread | None = None
     why_no_spread: str | None = None
     estimates: EstimateRange | None = None
+    warmup: int = 0
 
     @property
     def step_ns(self) -> int:
-        """The predicted step time: median over the steps."""
-        return round(float(self.steps["duration_ns"].median()))  # type: ignore[arg-type]
+        """The predicted step time: median over the steps after the warm-up."""
+        return typical_ns(self.steps["duration_ns"].to_numpy(), self.warmup)
+
+    @property
+    def counted_ns(self) -> tuple[int, ...]:
+        """Durations of the steps after the warm-up."""
+        return tuple(counted_steps(self.steps["duration_ns"].to_numpy(), self.warmup).tolist())
 
     def as_dict(self) -> dict[str, Any]:
         """The prediction as JSON values."""
-        durations = self.steps["duration_ns"]
         return {
             "step_ns": self.step_ns,
-            "min_step_ns": durations.min(),
-            "max_step_ns": durations.max(),
+            "min_step_ns": min(self.counted_ns),
+            "max_step_ns": max(self.counted_ns),
+            "warmup_steps": self.warmup,
             "window_ns": self.window_ns,
             "steps": self.steps.to_dicts(),
             "ranks": self.ranks.to_dicts(),
@@ -97,32 +105,31 @@ def predict(
         end_ns=pl.col("start_ns") + pl.col("dur_ns"),
         inner_idle_ns=inner_idle(rows.columns),
     )
-    obstacle = why_not_resampled(rows) if draws else "no draws were asked for"
+    warmup = warmup_of(trace.header)
+    obstacle = why_not_resampled(rows, warmup) if draws else "no draws were asked for"
     return Prediction(
         window_ns=path.length_ns,
-        steps=_steps(nodes, path.length_ns),
+        steps=_steps(nodes, trace.header),
         ranks=_ranks(nodes, path.length_ns),
         basis=path_basis(path),
-        spread=None if obstacle else resample_steps(graph, rows, draws=draws, seed=seed),
+        spread=None
+        if obstacle
+        else resample_steps(graph, rows, header=trace.header, draws=draws, seed=seed),
         why_no_spread=obstacle,
         estimates=estimate_range(graph, rows, trace.header, path),
+        warmup=warmup,
     )
 
 
-def _steps(nodes: pl.DataFrame, window_ns: int) -> pl.DataFrame:
-    ends = (
+def _steps(nodes: pl.DataFrame, header: TraceHeader) -> pl.DataFrame:
+    bounds = (
         nodes.filter(pl.col("step").is_not_null())
         .group_by("step")
-        .agg(pl.col("end_ns").max())
+        .agg(pl.col("start_ns").min(), pl.col("end_ns").max())
         .sort("step")
     )
-    if not ends.height:
-        return pl.DataFrame(
-            {"step": [None], "duration_ns": [window_ns]},
-            schema={"step": pl.Int32, "duration_ns": pl.Int64},
-        )
-    before = pl.col("end_ns").shift().fill_null(nodes["start_ns"].min())
-    return ends.select("step", duration_ns=pl.col("end_ns") - before)
+    whole = nodes.select(pl.col("start_ns").min(), pl.col("end_ns").max())
+    return step_table(bounds, header, *whole.row(0))
 
 
 def _ranks(nodes: pl.DataFrame, window_ns: int) -> pl.DataFrame:

@@ -26,6 +26,7 @@ import numpy as np
 from prismcalib.errors import CalibError
 from prismcalib.graph import MAX_TOTAL_NS, Graph, Int32Array, Int64Array
 from prismcalib.stall import cycle_error, missing_member_error
+from prismcalib.step_times import step_durations
 
 __all__ = [
     "BatchTiming",
@@ -152,8 +153,7 @@ class BatchTiming:
         """
         if self.step_end_ns is None:
             raise CalibError("no steps were given to propagate_batch")
-        ends = np.maximum.accumulate(self.step_end_ns, axis=1)
-        return np.diff(ends, axis=1, prepend=self.begin_ns)
+        return step_durations(self.begin_ns, self.step_end_ns)
 
 
 def propagate_batch(

@@ -23,7 +23,10 @@ from numpy.typing import NDArray
 from prismcalib.errors import CalibError
 from prismcalib.graph import Graph, Int64Array
 from prismcalib.propagation import Engine, pick_engine, propagate, propagate_batch
+from prismcalib.step_times import warmup_of
 from prismcalib.steps import StepModel
+from prismtrace.console import counted
+from prismtrace.schema import TraceHeader
 
 __all__ = ["Quantile", "StepSpread", "resample_steps", "why_not_resampled"]
 
@@ -53,10 +56,10 @@ class StepSpread:
     """What resampling whole steps found.
 
     Attributes:
-        observed_steps: steps that draws choose from.
+        observed_steps: steps that draws choose from: those after the warm-up.
         draws: windows propagated for the quantiles, and as many again for the intervals.
-        simulated_steps: steps in them, the first of each window left out if there are three or
-            more that are chained: it does not follow a step.
+        simulated_steps: steps in them, without the warm-up; the first of each window is left
+            out too if there are three or more that are chained: it does not follow a step.
         quantiles: p5, p50, p95.
     """
 
@@ -83,7 +86,7 @@ class StepSpread:
         }
 
 
-def why_not_resampled(rows: pl.DataFrame) -> str | None:
+def why_not_resampled(rows: pl.DataFrame, warmup: int = 0) -> str | None:
     """What keeps whole steps of a node table from being exchanged; None if nothing does."""
     if rows.height > _LARGEST:
         return f"{rows.height} operations are too many to resample"
@@ -94,8 +97,9 @@ def why_not_resampled(rows: pl.DataFrame) -> str | None:
         place=pl.int_range(pl.len()).over("rank", "step"),
     )
     count = int(steps["step"].n_unique())
-    if count < 2:
-        return "the trace has no two steps to draw from"
+    if count - warmup < 2:
+        after = f" after the warm-up ({counted(warmup, 'step')})" if warmup else ""
+        return f"the trace has no two steps to draw from{after}"
     shapes = steps.group_by("rank", "place").agg(pl.len(), pl.col("kind").n_unique())
     if (shapes["len"] != count).any():
         return "steps differ in their number of operations, so they cannot be exchanged"
@@ -108,6 +112,7 @@ def resample_steps(
     graph: Graph,
     rows: pl.DataFrame,
     *,
+    header: TraceHeader,
     draws: int = 200,
     seed: int = 0,
     engine: Engine = "auto",
@@ -117,6 +122,7 @@ def resample_steps(
     Args:
         graph: of a calibrated trace.
         rows: its node table in the graph's order.
+        header: of the trace.
         draws: how many windows to propagate, from 1 on; fewer for very large traces.
         seed: the same seed gives the same answer.
         engine: see `prismcalib.propagate`.
@@ -124,23 +130,24 @@ def resample_steps(
     Raises:
         CalibError: the steps cannot be exchanged, see `why_not_resampled`.
     """
-    obstacle = why_not_resampled(rows) or ("no draws were asked for" if draws < 1 else None)
+    warmup = warmup_of(header)
+    obstacle = why_not_resampled(rows, warmup) or ("no draws were asked for" if draws < 1 else None)
     if obstacle:
         raise CalibError(obstacle)
     pool = _StepPool.of(rows)
-    model = StepModel.of(graph, rows)
+    model = StepModel.of(graph, rows, header)
     draws = max(min(draws, _MOST_ROWS // (2 * graph.rows)), min(draws, _FEWEST_DRAWS))
     chosen: Engine = pick_engine(graph.rows, 2 * draws) if engine == "auto" else engine
     random = np.random.default_rng(seed)
     shape = (draws, pool.ranks, pool.steps)
-    free = random.integers(0, pool.steps, shape)
+    free = random.integers(warmup, pool.steps, shape)
     found = _step_times(model, pool, free, chosen)
 
     # Every replicate draws from its own selection of the observed steps.
     replicates = min(25, draws)
     per = draws // replicates
-    selection = random.integers(0, pool.steps, (replicates, pool.steps))
-    picks = random.integers(0, pool.steps, (replicates, per, pool.ranks, pool.steps))
+    selection = random.integers(warmup, pool.steps, (replicates, pool.steps - warmup))
+    picks = random.integers(0, pool.steps - warmup, (replicates, per, pool.ranks, pool.steps))
     limited = selection[np.arange(replicates)[:, None, None, None], picks]
     again = _step_times(model, pool, limited.reshape(-1, pool.ranks, pool.steps), chosen)
     again = again.reshape(replicates, -1)
@@ -152,7 +159,7 @@ def resample_steps(
         # The interval is about the quantile: it holds it.
         bounds = round(min(float(low), value)), round(max(float(high), value))
         quantiles.append(Quantile(level, round(value), *bounds))
-    return StepSpread(pool.steps, draws, found.size, tuple(quantiles))
+    return StepSpread(pool.steps - warmup, draws, found.size, tuple(quantiles))
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +214,7 @@ class _StepPool:
 def _step_times(
     model: StepModel, pool: _StepPool, choices: NDArray[np.int64], engine: Engine
 ) -> NDArray[np.int64]:
-    """Step times of all draws, int64[draws, S or S - 1]."""
+    """Step times of all draws, int64[draws, S or fewer]."""
     graph = model.graph
     order = propagate(graph, engine).order
     parts = []
@@ -217,7 +224,8 @@ def _step_times(
         )
         parts.append(model.durations(batch))
     times = np.concatenate(parts)
-    return times[:, 1:] if pool.steps > 2 and not model.apart else times
+    first = 1 if pool.steps > 2 and not model.apart else 0
+    return times[:, max(first, model.warmup) :]
 
 
 def _draws(

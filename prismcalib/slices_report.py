@@ -16,7 +16,7 @@ from prismcalib.graph import Graph
 from prismcalib.measuring import SOURCES, ExecutionReport
 from prismcalib.propagation import Timing
 from prismcalib.rows import ranks_text
-from prismcalib.steady import StepTimes
+from prismcalib.step_times import StepTimes
 from prismcalib.waiting import waiting_rows
 from prismtrace.schema import ClockDomain, TraceHeader, TraceKind, TransferSource
 

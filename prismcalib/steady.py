@@ -1,4 +1,4 @@
-"""Steps: chained one behind the other, and how long one lasts once things have settled.
+"""Steps, chained one behind the other; how long they take: `prismcalib.step_times`.
 
 A rank begins a step when it has ended the step before.  Usually the rows say so themselves;
 where a recording has no edge across the boundary, `chain_steps` adds it.
@@ -6,46 +6,16 @@ where a recording has no edge across the boundary, `chain_steps` adds it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import median_low
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from prismcalib.graph import Int32Array, Int64Array
+from prismcalib.graph import Int64Array
 from prismcalib.rows import NODE_COLUMNS, Rows, list_lengths, list_values, runs
 
-__all__ = ["StepTimes", "chain_steps", "step_views", "steps_of"]
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Duration of every step in ns; one entry, the whole window, if there are no steps.
-
-    A step lasts from the end of the step before (the first: from the first start) to its own
-    last end, over all ranks.
-    """
-
-    durations_ns: tuple[int, ...]
-
-    @classmethod
-    def between(cls, begin_ns: int, ends_ns: list[int], last_ns: int) -> StepTimes:
-        """From the first start and the ends of the steps, or the last end if there are none."""
-        bounds = [begin_ns, *(ends_ns or [last_ns])]
-        return cls(tuple(end - start for start, end in pairwise(bounds)))
-
-    def steady_ns(self, warmup: int) -> int:
-        """Median of the steps after the first `warmup`, at least of the last one."""
-        return median_low(self.durations_ns[warmup:] or self.durations_ns[-1:])
-
-
-def steps_of(step: Int32Array, start: Int64Array, end: Int64Array) -> StepTimes:
-    """Step times of rows whose times lie on one clock."""
-    marked = np.unique(step[step >= 0])
-    ends = [int(end[step == number].max()) for number in marked]
-    return StepTimes.between(int(start.min()), ends, int(end.max()))
+__all__ = ["chain_steps", "step_views"]
 
 
 def chain_steps(table: pl.DataFrame) -> tuple[pl.DataFrame, int]:

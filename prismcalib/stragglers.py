@@ -28,6 +28,7 @@ from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.peers import Peers, is_operation_level, kind_labels, peer_durations
 from prismcalib.places import Places, rank_places
 from prismcalib.propagation import Engine, pick_engine, propagate, propagate_batch
+from prismcalib.step_times import counted_steps, step_table, warmup_of
 from prismtrace.ranks import parse_ranks
 from prismtrace.schema import TraceHeader, TraceKind
 from prismtrace.trace import Trace, open_trace
@@ -66,7 +67,8 @@ class StragglerReport:
     """What slows a job down.
 
     Attributes:
-        steps: numbers of the steps; (None,) if the trace marks none.
+        steps: numbers of the steps after the warm-up; (None,) if the trace marks none.
+        warmup: how many first steps were left out (see `merge --warmup`).
         base_ns, without_delays_ns, ideal_ns: int64[S], step times of the three timelines.
         peers: how peers were found.
         without_peers: rows that have no peer on another rank and keep their duration.
@@ -86,6 +88,7 @@ class StragglerReport:
     causes: tuple[Cause, ...] = ()
     not_simulated: dict[By, int] = field(default_factory=dict)
     source_ranks: tuple[int, ...] | None = None
+    warmup: int = 0
 
     @property
     def launch_slowdown(self) -> float:
@@ -117,6 +120,7 @@ class StragglerReport:
         return {
             "peers": self.peers,
             "rows_without_peers": self.without_peers,
+            "warmup_steps": self.warmup,
             "launch_slowdown": self.launch_slowdown,
             "slowdown": self.slowdown,
             "steps": [
@@ -175,7 +179,7 @@ def find_stragglers(
     )
     actual = graph.duration_ns
     ideal, without_peers = peer_durations(rows, header, actual, chosen)
-    timeline = Timeline.of(graph, rows, engine)
+    timeline = Timeline.of(graph, rows, header, engine)
     places = rank_places(header)
     two = timeline.step_ns(np.stack([actual, ideal], axis=1))
     parts: dict[By, tuple[Part, ...]] = {}
@@ -190,7 +194,8 @@ def find_stragglers(
             left_out[sort] = len(names) - len(worst)
     base = timeline.observed_ns(rows, header)
     return StragglerReport(
-        steps=timeline.steps,
+        steps=timeline.steps[timeline.warmup :],
+        warmup=timeline.warmup,
         base_ns=base,
         without_delays_ns=two[0],
         ideal_ns=two[1],
@@ -236,6 +241,7 @@ class Timeline:
         order: int32[n], an order of completion.
         step: int32[n], position of the step of each row, -1: in none.
         steps: their numbers.
+        warmup: how many first steps do not count.
         separate: nothing leads from one step to another, so all of them start at time 0.
     """
 
@@ -243,11 +249,12 @@ class Timeline:
     order: Int32Array
     step: Int32Array
     steps: tuple[int | None, ...]
+    warmup: int
     separate: bool
     engine: Engine
 
     @classmethod
-    def of(cls, graph: Graph, rows: pl.DataFrame, engine: Engine) -> Timeline:
+    def of(cls, graph: Graph, rows: pl.DataFrame, header: TraceHeader, engine: Engine) -> Timeline:
         """Take the launch delays out of a graph and find its steps."""
         bare = replace(graph, dep_lag_ns=None, release_ns=None)
         # Dozens of propagations follow: what compiling costs is paid once.
@@ -264,18 +271,19 @@ class Timeline:
             order=propagate(bare, chosen).order,
             step=step,
             steps=steps,
+            warmup=min(warmup_of(header), len(steps) - 1),
             separate=_separate(graph, step),
             engine=chosen,
         )
 
     def step_ns(self, durations: Int64Array) -> Int64Array:
-        """int64[K, S], step times with durations int64[n, K]."""
+        """int64[K, S], times of the steps that count, with durations int64[n, K]."""
         timing = propagate_batch(
             self.graph, durations, steps=self.step, order=self.order, engine=self.engine
         )
         if self.separate and timing.step_end_ns is not None:
-            return timing.step_end_ns - timing.begin_ns
-        return timing.step_ns
+            return counted_steps(timing.step_end_ns - timing.begin_ns, self.warmup)
+        return counted_steps(timing.step_ns, self.warmup)
 
     def mean_step_ns(
         self, scenarios: Sequence[Int64Array]
@@ -293,21 +301,13 @@ class Timeline:
         return max(2, min(_MOST_SCENARIOS, _BATCH_BYTES // (8 * self.graph.rows)))
 
     def observed_ns(self, rows: pl.DataFrame, header: TraceHeader) -> Int64Array:
-        """int64[S], step times as the trace has them, launch delays included."""
-        start = rows["start_ns"].to_numpy()
-        end = start + rows["dur_ns"].to_numpy()
-        inside = self.step >= 0
-        last = np.full(len(self.steps), start.min())
-        np.maximum.at(last, self.step[inside], end[inside])
-        if header.extra.get("sampled_steps"):
-            # Laid out one behind the other: a step begins where the one before ended.
-            return np.diff(last, prepend=np.int64(0))
-        if self.separate:
-            first = np.full(len(self.steps), end.max())
-            np.minimum.at(first, self.step[inside], start[inside])
-            return np.asarray(last - first, np.int64)
-        lengths: Int64Array = np.diff(np.maximum.accumulate(last), prepend=start.min())
-        return lengths
+        """int64[S], the same steps as the trace has them, launch delays included."""
+        start, end = pl.col("start_ns"), pl.col("start_ns") + pl.col("dur_ns")
+        inside = rows.filter(pl.Series(self.step >= 0)) if rows["step"].count() else rows.head(0)
+        bounds = inside.group_by("step").agg(start.min(), end_ns=end.max()).sort("step")
+        whole = rows.select(start.min(), end_ns=end.max()).row(0)
+        times = step_table(bounds, header, *whole)["duration_ns"].to_numpy()
+        return counted_steps(times, self.warmup)
 
 
 def _separate(graph: Graph, step: Int32Array) -> bool:

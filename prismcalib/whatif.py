@@ -34,6 +34,7 @@ from prismcalib.propagation import (
     propagate,
     propagate_batch,
 )
+from prismcalib.step_times import typical_ns
 from prismcalib.steps import StepModel
 from prismcalib.waiting import WaitRules, waiting_rows
 from prismtrace.schema import TraceHeader
@@ -56,6 +57,7 @@ class Scenario:
         name: what the caller calls it.
         edited: how many rows its edits apply to.
         steps_ns: duration of every step, int64[S]; of the whole window if there are no steps.
+        warmup: how many first steps do not count in the step time (see `merge --warmup`).
         length_ns: last end minus first start over all ranks; of the step that the critical path
             goes through, if nothing connects the steps (see `prismcalib.steps`).
         delta_ns: its step time minus that of the baseline; negative is faster.
@@ -67,11 +69,12 @@ class Scenario:
     length_ns: int
     delta_ns: int
     _path: _PathRows
+    warmup: int = 0
 
     @property
     def step_ns(self) -> int:
-        """Step time: median over the steps."""
-        return _median(self.steps_ns)
+        """Step time: median over the steps after the warm-up."""
+        return typical_ns(self.steps_ns, self.warmup)
 
     @cached_property
     def critical_path(self) -> CriticalPath:
@@ -87,6 +90,7 @@ class Scenario:
             "step_ns": self.step_ns,
             "delta_ns": self.delta_ns,
             "steps_ns": self.steps_ns.tolist(),
+            "warmup_steps": self.warmup,
             "length_ns": self.length_ns,
             "critical_path": path.as_dict(limit),
         }
@@ -138,13 +142,16 @@ def what_if(
     graph = model.steps.graph
     if rules:
         loose = WaitRules.of(trace.header).joined_with(rules)
-        graph = StepModel.of(*graph_from_trace(trace, rules=loose)).graph
+        graph = StepModel.of(*graph_from_trace(trace, rules=loose), trace.header).graph
     drafts = [_edited(model.draft(graph), name, listed) for name, listed in named.items()]
     runs = model.run(graph, drafts)
 
     def scenario(name: str, draft_edited: int, run: _Run) -> Scenario:
-        delta = _median(run.steps_ns) - _median(baseline.steps_ns)
-        return Scenario(name, draft_edited, run.steps_ns, run.length_ns, delta, run.path)
+        typical = model.steps.typical_ns
+        delta = typical(run.steps_ns) - typical(baseline.steps_ns)
+        return Scenario(
+            name, draft_edited, run.steps_ns, run.length_ns, delta, run.path, model.steps.warmup
+        )
 
     return WhatIf(
         baseline=scenario(BASELINE, 0, baseline),
@@ -212,7 +219,7 @@ class _Model:
     def of(cls, trace: Trace, engine: Engine, scenarios: int) -> _Model:
         graph, rows = graph_from_trace(trace)
         chosen = pick_engine(graph.rows, scenarios + 1) if engine == "auto" else engine
-        return cls(RowPicker(rows, trace.header), StepModel.of(graph, rows), chosen)
+        return cls(RowPicker(rows, trace.header), StepModel.of(graph, rows, trace.header), chosen)
 
     def draft(self, graph: Graph) -> Draft:
         """Nothing edited yet."""
@@ -253,13 +260,13 @@ class _Model:
             duration_ns=draft.duration_ns,
             order=np.empty(0, np.int32),
         )
-        length, last = int(batch.makespan_ns[column]), None
+        length, last, begin = int(batch.makespan_ns[column]), None, batch.begin_ns
         steps = self.steps.durations(batch)[column]
         if self.steps.apart:
             # The path of one step, a typical one; of all together it would be the longest one's.
             typical = int(np.argsort(steps, kind="stable")[(len(steps) - 1) // 2])
             rows = np.flatnonzero(self.steps.number == typical)
-            last, length = int(rows[timing.end_ns[rows].argmax()]), int(steps[typical])
+            last, length, begin = int(rows[timing.end_ns[rows].argmax()]), int(steps[typical]), 0
         reached, left = critical_arrays(graph, timing, self.engine, last)
         return _Run(
             steps_ns=steps,
@@ -272,10 +279,6 @@ class _Model:
                 timing.start_ns[reached],
                 timing.end_ns[left],
                 waiting_rows(graph)[left],
-                batch.begin_ns,
+                begin,
             ),
         )
-
-
-def _median(steps_ns: Int64Array) -> int:
-    return round(float(np.median(steps_ns)))

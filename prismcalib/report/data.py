@@ -25,9 +25,9 @@ from prismcalib.report.tables import (
     memory_of,
     pipeline_of,
     ranks_table,
-    steps_table,
     traffic_table,
 )
+from prismcalib.step_times import step_table, typical_ns, warmup_of
 from prismcalib.trail import marked_path
 from prismtrace.schema import TraceHeader
 from prismtrace.trace import Trace
@@ -105,8 +105,13 @@ class RunSummary:
 
     @property
     def step_ns(self) -> int:
-        """Median step time."""
-        return round(float(self.steps["duration_ns"].median()))  # type: ignore[arg-type]
+        """The step time: median over the steps after the warm-up."""
+        return typical_ns(self.steps["duration_ns"].to_numpy(), self.warmup)
+
+    @property
+    def warmup(self) -> int:
+        """How many first steps do not count in the step time."""
+        return warmup_of(self.header)
 
     def as_dict(self) -> dict[str, Any]:
         """All numbers as JSON values; grids are left out."""
@@ -117,6 +122,7 @@ class RunSummary:
             "rows": int(self.extent.rows.sum()),
             "window_ns": self.extent.window_ns,
             "step_ns": self.step_ns,
+            "warmup_steps": self.warmup,
             "steps": self.steps.to_dicts(),
             "critical_path": self.path.as_dict(),
             "ranks": self.ranks.to_dicts(),
@@ -187,7 +193,7 @@ def describe_run(
         extent=extent,
         conclusion=conclude(path, ranks, pipeline, traffic, header),
         path=path,
-        steps=steps_table(counted.step_ends, extent),
+        steps=step_table(counted.step_ends, header, extent.begin_ns, extent.end_ns),
         ranks=ranks,
         pipeline=pipeline,
         kinds=counted.kinds.with_columns(pl.col("kind").cast(pl.String)),

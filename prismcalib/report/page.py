@@ -16,6 +16,7 @@ from prismcalib.report.encode import encode_timeline
 from prismcalib.report.lanes import Lane, read_lanes
 from prismcalib.report.markup import legend, ns_text
 from prismcalib.report.sections import render_sections, timeline_tables
+from prismcalib.step_times import steps_text
 from prismtrace import __version__
 from prismtrace.output import atomic_output
 from prismtrace.ranks import format_ranks
@@ -129,7 +130,7 @@ def _facts(summary: RunSummary) -> str:
     steps = summary.steps.drop_nulls("step").height
     if steps:
         facts.append(f"{steps:,} step{'s' if steps > 1 else ''}")
-        facts.append(f"step time {ns_text(summary.step_ns)}" + (" (median)" if steps > 1 else ""))
+        facts.append(f"step time {ns_text(summary.step_ns)} ({steps_text(steps, summary.warmup)})")
     facts.append(f"window {ns_text(extent.window_ns)}")
     facts.append(f"{int(extent.rows.sum()):,} spans")
     groups = len(header.groups)

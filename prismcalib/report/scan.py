@@ -46,7 +46,7 @@ class Scan:
         late: group, rank, arrivals: in how many collectives the rank arrived last.
         kinds: kind, rows, dur_ns: sums over all ranks.
         sources: transfer_source, rows, transfer_ns, of matched communications.
-        step_ends: step, end_ns, microbatches and chunks (how many; null if not numbered).
+        step_ends: step, start_ns (first), end_ns (last), microbatches and chunks (how many; null if not numbered).
         pairs: group, rank, peer: who sends to whom.
         critical: the rows that the critical path reaches, all columns.
         last: the row that ends last (lowest of several), all columns.
@@ -224,6 +224,7 @@ class _Fold:
             "steps": block.filter(pl.col("step").is_not_null())
             .group_by("step")
             .agg(
+                pl.col("start_ns").min(),
                 end_ns=end.max(),
                 microbatches=pl.col("microbatch").max() + 1,
                 chunks=pl.col("chunk").max() + 1,
@@ -270,7 +271,8 @@ class _Fold:
             sources=whole["sources"].group_by("transfer_source")
             .agg(pl.col("rows", "transfer_ns").sum()).sort("transfer_source"),
             step_ends=whole["steps"].group_by("step")
-            .agg(pl.col("end_ns", "microbatches", "chunks").max()).sort("step"),
+            .agg(pl.col("start_ns").min(), pl.col("end_ns", "microbatches", "chunks").max())
+            .sort("step"),
             pairs=whole["pairs"].sort("group", "rank", "peer"),
             critical=critical,
             last=last,

@@ -29,6 +29,7 @@ from prismcalib.report.markup import (
     render_lines,
     render_table,
 )
+from prismcalib.step_times import steps_text
 from prismtrace.ranks import format_ranks
 
 __all__ = ["render_sections", "timeline_tables"]
@@ -99,11 +100,12 @@ def _steps(summary: RunSummary) -> str:
     shown = steps.head(64)
     reading = about_text(
         "A step lasts from the end of the step before (the first: from the first start) to its own "
-        "last end over all ranks."
+        "last end over all ranks. The step time is the median of the steps after the warm-up, as "
+        "in every command."
         + (f" The first 64 of {steps.height} steps." if steps.height > 64 else "")
     )
     table = render_table(
-        f"step times, median {ns_text(summary.step_ns)}",
+        f"step times, {steps_text(steps.height, summary.warmup)}: {ns_text(summary.step_ns)}",
         ("step", "", "time", "against the median"),
         [
             (

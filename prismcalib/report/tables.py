@@ -22,7 +22,6 @@ __all__ = [
     "others_median",
     "pipeline_of",
     "ranks_table",
-    "steps_table",
     "traffic_table",
 ]
 
@@ -79,15 +78,6 @@ class Memory:
 
     names: tuple[str, ...]
     levels: Int64Array
-
-
-def steps_table(ends: pl.DataFrame, extent: Extent) -> pl.DataFrame:
-    """As `prismcalib.predict` counts: a step lasts from the end of the one before to its own."""
-    if not ends.height:
-        whole = {"step": [None], "duration_ns": [extent.window_ns]}
-        return pl.DataFrame(whole, schema={"step": pl.Int32, "duration_ns": pl.Int64})
-    before = pl.col("end_ns").shift().fill_null(extent.begin_ns)
-    return ends.select("step", duration_ns=pl.col("end_ns") - before)
 
 
 def ranks_table(

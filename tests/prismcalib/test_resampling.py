@@ -71,9 +71,12 @@ def test_medians_of_operations_give_too_short_a_step():
 def test_engines_and_seeds(make_run):
     trace = merge(make_run(steps=4).trace).trace
     graph, rows = graph_from_trace(trace)
-    spreads = [resample_steps(graph, rows, draws=9, engine=e) for e in ("python", "array")]
-    assert spreads[0] == spreads[1] == resample_steps(graph, rows, draws=9)
-    assert resample_steps(graph, rows, draws=9, seed=1) != spreads[0]
+    spreads = [
+        resample_steps(graph, rows, header=trace.header, draws=9, engine=e)
+        for e in ("python", "array")
+    ]
+    assert spreads[0] == spreads[1] == resample_steps(graph, rows, header=trace.header, draws=9)
+    assert resample_steps(graph, rows, header=trace.header, draws=9, seed=1) != spreads[0]
     as_dict = spreads[0].as_dict()
     assert as_dict["p50"]["step_ns"] == spreads[0].quantiles[1].ns
 
@@ -103,9 +106,9 @@ def test_why_there_is_no_spread(make_run, monkeypatch):
     assert "in their operations" in why_not_resampled(renamed)
     graph, _ = graph_from_trace(three.trace)
     with pytest.raises(CalibError, match="operations"):
-        resample_steps(graph, renamed)
+        resample_steps(graph, renamed, header=three.header)
     with pytest.raises(CalibError, match="no draws"):
-        resample_steps(graph, rows, draws=0)
+        resample_steps(graph, rows, header=three.header, draws=0)
 
 
 def test_rows_outside_steps_stay(make_run):

@@ -12,17 +12,21 @@ from prismcalib.edits import Scale, ScaleGaps
 from prismcalib.graph import Graph
 from prismcalib.merging import merge
 from prismcalib.propagation import propagate_batch
+from prismcalib.step_times import step_table
 from prismcalib.steps import StepModel
+from prismtrace.schema import TraceHeader, TraceKind
+
+HEADER = TraceHeader(kind=TraceKind.CALIBRATED, world_size=2, ranks=(0, 1))
 
 
 def test_steps_of_a_run_are_chained(make_run):
     graph, rows = graph_from_trace(merge(make_run(steps=3).trace).trace)
-    model = StepModel.of(graph, rows)
+    model = StepModel.of(graph, rows, HEADER)
     assert not model.apart
     assert model.graph is graph
     batch = propagate_batch(graph, graph.duration_ns[:, None], steps=model.number)
     assert (model.durations(batch) == batch.step_ns).all()
-    without = StepModel.of(graph, rows.with_columns(step=pl.lit(None, pl.Int32)))
+    without = StepModel.of(graph, rows.with_columns(step=pl.lit(None, pl.Int32)), HEADER)
     batch = propagate_batch(graph, graph.duration_ns[:, None], steps=without.number)
     assert without.durations(batch).tolist() == [batch.makespan_ns.tolist()]
 
@@ -43,12 +47,31 @@ STEPS = pl.DataFrame({"step": [7] * 4 + [9] * 4}, schema={"step": pl.Int32})
 
 
 def test_steps_that_nothing_connects_are_laid_side_by_side():
-    model = StepModel.of(two_steps(), STEPS)
+    model = StepModel.of(two_steps(), STEPS, HEADER)
     assert model.apart
     assert model.graph.release_ns.tolist() == [0, 0, 3, 0, 0, 0, 1, 0]
     durations = np.stack([two_steps().duration_ns, two_steps().duration_ns // 2], axis=1)
     batch = propagate_batch(model.graph, durations, steps=model.number)
     assert model.durations(batch).tolist() == [[39, 37], [21, 19]]
+
+
+def test_sampled_steps_begin_where_they_were_laid():
+    # The second was laid at 45, where the first ended, and its first operation came 5 later.
+    graph = two_steps(releases_ns=[6, 0, 3, 0, 50, 0, 51, 0])
+    rows = STEPS.with_columns(
+        start_ns=pl.Series([6, 33, 3, 33, 50, 81, 51, 81]), dur_ns=pl.Series(graph.duration_ns)
+    ).with_columns(dur_ns=pl.when(pl.int_range(8) == 3).then(12).otherwise("dur_ns"))
+    header = HEADER.model_copy(update={"extra": {"sampled_steps": True}})
+    model = StepModel.of(graph, rows, header)
+    assert model.graph.release_ns.tolist() == [6, 0, 3, 0, 5, 0, 6, 0]
+    batch = propagate_batch(model.graph, graph.duration_ns[:, None], steps=model.number)
+    assert model.durations(batch).tolist() == [[39, 42]]
+    # `predict`, `report` and `stragglers` count the recorded times in the same way.
+    bounds = pl.DataFrame({"step": [7, 9], "start_ns": [3, 50], "end_ns": [45, 87]})
+    assert step_table(bounds, header, 3, 87)["duration_ns"].to_list() == [45, 42]
+    # A repair that moved an end into the next step does not shorten that one.
+    late = bounds.with_columns(end_ns=pl.Series([52, 87]))
+    assert step_table(late, header, 3, 87)["duration_ns"].to_list() == [52, 37]
 
 
 @pytest.mark.parametrize(
@@ -60,14 +83,14 @@ def test_steps_that_nothing_connects_are_laid_side_by_side():
     ],
 )
 def test_one_connection_is_enough(changes):
-    assert not StepModel.of(two_steps(**changes), STEPS).apart
+    assert not StepModel.of(two_steps(**changes), STEPS, HEADER).apart
 
 
 def test_one_step_or_rows_outside_of_steps_are_not_apart():
-    assert not StepModel.of(two_steps(), STEPS.with_columns(step=pl.lit(1, pl.Int32))).apart
+    assert not StepModel.of(two_steps(), STEPS.with_columns(step=pl.lit(1, pl.Int32)), HEADER).apart
     outside = pl.when(pl.int_range(8) == 7).then(None).otherwise("step")
-    assert not StepModel.of(two_steps(), STEPS.with_columns(step=outside)).apart
-    assert not StepModel.of(replace(two_steps(), release_ns=None), STEPS).apart
+    assert not StepModel.of(two_steps(), STEPS.with_columns(step=outside), HEADER).apart
+    assert not StepModel.of(replace(two_steps(), release_ns=None), STEPS, HEADER).apart
 
 
 @pytest.mark.needs_data

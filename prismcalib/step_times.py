@@ -1,0 +1,133 @@
+"""How long a step takes: one rule for every step time that the toolkit states.
+
+A step lasts from the end of the step before to its own last end, over all ranks
+(`step_durations`), and *the* step time is the median of the steps after the warm-up
+(`warmup_of`, `typical_ns`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from prismcalib.graph import Int32Array, Int64Array
+from prismtrace.schema import TraceHeader
+
+__all__ = [
+    "StepTimes",
+    "counted_steps",
+    "laid_out",
+    "step_durations",
+    "step_table",
+    "steps_of",
+    "steps_text",
+    "typical_ns",
+    "warmup_of",
+]
+
+
+def warmup_of(header: TraceHeader) -> int:
+    """How many first steps of a trace do not count.
+
+    Of merged slices as many as `merge --warmup` said (1 if nothing); of a recorded run none,
+    since profilers have a warm-up of their own.
+    """
+    return int(header.extra.get("merge", {}).get("warmup", 0))
+
+
+def laid_out(header: TraceHeader) -> bool:
+    """Whether the steps were sampled from a longer run and laid out one behind the other."""
+    return bool(header.extra.get("sampled_steps"))
+
+
+def step_durations(
+    begin_ns: int, ends_ns: Int64Array, firsts_ns: Int64Array | None = None
+) -> Int64Array:
+    """int64[..., S]: from the end of the steps before, or `begin_ns`, to the own last end.
+
+    A step that ends before an earlier one takes no time.
+
+    Args:
+        begin_ns: when the first step begins.
+        ends_ns: int64[..., S], last ends.
+        firsts_ns: int64[S], first starts of steps that are `laid_out`: repairs may move the end
+            of one behind the start of the next, which waits for nothing in it.
+    """
+    reached = np.maximum.accumulate(ends_ns, axis=-1)
+    if firsts_ns is None:
+        return np.diff(reached, axis=-1, prepend=begin_ns)
+    begins = np.minimum(np.append([begin_ns], reached[:-1]), firsts_ns)
+    lasting: Int64Array = ends_ns - begins
+    return lasting
+
+
+def step_table(
+    bounds: pl.DataFrame, header: TraceHeader, first_start_ns: int, last_end_ns: int
+) -> pl.DataFrame:
+    """step, duration_ns; one row with step null for the whole window if there are no steps.
+
+    Args:
+        bounds: step, start_ns (first), end_ns (last), ascending.
+        header: of the trace.
+        first_start_ns, last_end_ns: of the window.
+    """
+    steps, ends = bounds["step"].cast(pl.Int32), bounds["end_ns"].to_numpy()
+    if not bounds.height:
+        steps, ends = pl.Series([None], dtype=pl.Int32), np.array([last_end_ns], np.int64)
+        durations = step_durations(first_start_ns, ends)
+    elif laid_out(header):
+        durations = step_durations(0, ends, bounds["start_ns"].to_numpy())
+    else:
+        durations = step_durations(first_start_ns, ends)
+    return pl.DataFrame({"step": steps, "duration_ns": durations})
+
+
+def counted_steps(times_ns: Int64Array, warmup: int) -> Int64Array:
+    """int64[..., S - warmup]: the steps after the warm-up, at least the last."""
+    return times_ns[..., min(warmup, times_ns.shape[-1] - 1) :]
+
+
+def typical_ns(times_ns: Int64Array | Sequence[int], warmup: int) -> int:
+    """The step time: median of the steps that count."""
+    return round(float(np.median(counted_steps(np.asarray(times_ns), warmup))))
+
+
+def steps_text(steps: int, warmup: int, average: str = "median") -> str:
+    """Which steps a step time is made from: `median of 2 steps, the first left out (warm-up)`."""
+    left = min(warmup, steps - 1)
+    counted = steps - left
+    text = "one step" if counted == 1 else f"{average} of {counted} steps"
+    if not left:
+        return text
+    return f"{text}, the first{f' {left}' if left > 1 else ''} left out (warm-up)"
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Duration of every step in ns; one entry, the whole window, if there are no steps.
+
+    A step lasts from the end of the step before (the first: from the first start) to its own
+    last end, over all ranks.
+    """
+
+    durations_ns: tuple[int, ...]
+
+    @classmethod
+    def between(cls, begin_ns: int, ends_ns: list[int], last_ns: int) -> StepTimes:
+        """From the first start and the ends of the steps, or the last end if there are none."""
+        ends = np.array(ends_ns or [last_ns], np.int64)
+        return cls(tuple(step_durations(begin_ns, ends).tolist()))
+
+    def steady_ns(self, warmup: int) -> int:
+        """Median of the steps after the first `warmup`, at least of the last one."""
+        return typical_ns(self.durations_ns, warmup)
+
+
+def steps_of(step: Int32Array, start: Int64Array, end: Int64Array) -> StepTimes:
+    """Step times of rows whose times lie on one clock."""
+    marked = np.unique(step[step >= 0])
+    ends = [int(end[step == number].max()) for number in marked]
+    return StepTimes.between(int(start.min()), ends, int(end.max()))
