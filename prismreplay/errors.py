@@ -1,6 +1,12 @@
 """Errors of `prismreplay`, a branch of the tree in `prismtrace.errors`.
 
 ReplayError                  a run on this machine cannot start or went wrong
+├── ProgramError             the program cannot be found or started
+├── RankFailedError          a rank failed, or was killed
+├── DeadlockError            ranks wait for what never comes
+├── MismatchError            members of a group make communications that do not fit
+├── HandoverError            no space for the tensors that ranks hand over
+├── StoreError               an operation on the key-value store failed
 ├── TensorRulesError         rules that supply tensors are wrong, or contradict each other
 ├── TensorRecordingError     recorded tensors are damaged, missing, or of another job
 └── FoldError                replicas cannot stand for each other
@@ -41,3 +47,46 @@ class FoldError(ReplayError):
     """Replicas cannot stand for each other: they are not identical, or nothing says which."""
 
     code = "fold"
+
+
+class ProgramError(ReplayError):
+    """The program cannot be found, or is no Python."""
+
+    code = "program"
+
+
+class RankFailedError(ReplayError):
+    """A rank raised, ended with an exit code, or was killed; the run ends with it."""
+
+    code = "rank-failed"
+
+
+class DeadlockError(ReplayError):
+    """No rank can go on: those that are left wait for each other, or for ranks that have ended.
+
+    `report` says who waits in which operation for whom, with the program's lines.
+    """
+
+    code = "deadlock"
+
+    def __init__(self, message: str, *, report: str = "", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.report = report
+
+
+class MismatchError(ReplayError):
+    """Two ranks of a group make communications that cannot belong together."""
+
+    code = "mismatch"
+
+
+class HandoverError(ReplayError):
+    """There is no space for the tensors that ranks hand over."""
+
+    code = "hand-over"
+
+
+class StoreError(ReplayError):
+    """An operation on the run's key-value store failed or timed out."""
+
+    code = "store"

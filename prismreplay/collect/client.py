@@ -1,0 +1,236 @@
+"""The rank's end of a collection: hand inputs over, get results back, sleep in between."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from prismreplay.collect.handover import Parcel, ParcelWriter, Place, Span, bytes_of
+from prismreplay.collect.messages import Channel, Message, pack_op
+from prismreplay.errors import StoreError
+from prismreplay.runtime.operations import Group, Op
+
+__all__ = ["CollectPending", "CollectRole", "Connection", "StoreConnection"]
+
+Tensor = Any
+
+
+class Connection:
+    """The channel to the coordinator, shared by the threads of this rank.
+
+    Any thread may ask; one of those that wait reads for all. A rank gives its turn up by asking
+    a question, and has it again when the answer comes.
+    """
+
+    def __init__(self, channel: Channel, on_stop: Callable[[], None]) -> None:
+        self._channel = channel
+        self._on_stop = on_stop
+        self._sending = threading.Lock()
+        self._answers: dict[int, tuple[Message, int | None]] = {}
+        self._changed = threading.Condition()
+        self._reading = False
+        self._asking = 0
+        self._requests = 0
+
+    def tell(self, message: Message, file: int | None = None) -> None:
+        """Send a message that needs no answer."""
+        with self._sending:
+            self._send(message, file)
+
+    def ask(self, name: str, *fields: Any) -> tuple[Message, int | None]:
+        """Send a question and wait for its answer."""
+        with self._sending:
+            self._requests += 1
+            request = self._requests
+            self._asking += 1
+            self._send((name, request, *fields, self._helpers()), None)
+        try:
+            return self._answer(request)
+        finally:
+            with self._sending:
+                self._asking -= 1
+
+    def await_turn(self) -> None:
+        """Wait until the coordinator lets this rank begin."""
+        self._answer(0)
+
+    def _send(self, message: Message, file: int | None) -> None:
+        try:
+            self._channel.send(message, file)
+        except (BrokenPipeError, ConnectionResetError):
+            # Nobody is there to work for. The coordinator says why.
+            self._on_stop()
+            raise
+
+    def _helpers(self) -> int:
+        """Threads of this rank, other than those that wait here, that may still communicate."""
+        alive = sum(not thread.daemon for thread in threading.enumerate())
+        return max(0, alive - self._asking)
+
+    def _answer(self, request: int) -> tuple[Message, int | None]:
+        with self._changed:
+            while request not in self._answers:
+                if self._reading:
+                    self._changed.wait()
+                    continue
+                self._reading = True
+                self._changed.release()
+                try:
+                    received = self._receive()
+                finally:
+                    self._changed.acquire()
+                    self._reading = False
+                    self._changed.notify_all()
+                self._answers[received[0][1]] = received
+            return self._answers.pop(request)
+
+    def _receive(self) -> tuple[Message, int | None]:
+        try:
+            message, file = self._channel.receive()
+        except EOFError:
+            self._on_stop()
+            raise
+        if message[0] == "stop":
+            self._on_stop()
+        return message, file
+
+
+class CollectPending:
+    """An operation that the coordinator has; see `prismreplay.runtime.roles.Pending`."""
+
+    def __init__(
+        self, connection: Connection, ticket: int, op: Op, outputs: Sequence[Tensor]
+    ) -> None:
+        self.source: int | None = None
+        self._connection = connection
+        self._ticket = ticket
+        self._outputs: Sequence[Tensor] | None = outputs
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Block until the outputs are filled in."""
+        with self._lock:
+            if self._outputs is None:
+                return
+            answer, file = self._connection.ask("wait", self._ticket)
+            _, _, data, nbytes, spans, self.source = answer
+            parcel = Parcel(data, file, nbytes)
+            for output, span in zip(self._outputs, spans, strict=True):
+                if span is not None:
+                    _fill(output, parcel, Span(*span))
+            parcel.close()
+            self._outputs = None
+
+    def done(self) -> bool:
+        """True once `wait` would not block."""
+        if self._outputs is None:
+            return True
+        return bool(self._connection.ask("poll", self._ticket)[0][2])
+
+
+class _Done:
+    """An operation that is over at once: a send, whose bytes the coordinator keeps."""
+
+    source: int | None = None
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def done(self) -> bool:
+        """True."""
+        return True
+
+
+class StoreConnection:
+    """The run's key-value store, as one namespace of it is seen from a rank."""
+
+    def __init__(self, connection: Connection, namespace: str) -> None:
+        self._connection = connection
+        self._namespace = namespace
+
+    def call(self, op: str, *args: Any) -> Any:
+        """Perform `op` (see `prismreplay.collect.key_value`); blocks until it can be.
+
+        Raises:
+            StoreError: the operation timed out or its arguments do not fit what is stored.
+        """
+        answer, _ = self._connection.ask("store", self._namespace, op, args)
+        if answer[0] == "refused":
+            raise StoreError(answer[2], where=self._namespace)
+        return answer[2]
+
+
+class CollectRole:
+    """What becomes of communications while a graph is collected: the coordinator does them."""
+
+    wants_real_groups = False
+    wants_sites = True
+
+    def __init__(self, connection: Connection, place: Place) -> None:
+        self._connection = connection
+        self._place = place
+        self._tickets = 0
+        self._lock = threading.Lock()
+
+    def join(self, group: Group) -> None:
+        """Tell the coordinator who is in the group."""
+        self._connection.tell(
+            (
+                "join",
+                group.key,
+                group.name,
+                group.ranks,
+                group.rank,
+                group.backend,
+                group.generation,
+                group.desc,
+            )
+        )
+
+    def submit(
+        self,
+        op: Op,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        call: Callable[[], Any],  # noqa: ARG002  part of the protocol
+    ) -> CollectPending | _Done:
+        """Hand the inputs over; see `prismreplay.runtime.roles.Role`.
+
+        Raises:
+            HandoverError: no space is left for them.
+        """
+        writer = ParcelWriter(self._place)
+        for tensor in inputs:
+            writer.put_tensor(tensor)
+        parcel = writer.finish()
+        with self._lock:
+            self._tickets += 1
+            ticket = self._tickets
+            self._connection.tell(("submit", ticket, pack_op(op), parcel.data), parcel.file)
+        parcel.close()
+        if op.call is op.call.SEND:
+            return _Done()
+        return CollectPending(self._connection, ticket, op, outputs)
+
+    def make_store(self, namespace: str) -> Any:
+        """The store that rendezvous hands to the program."""
+        from prismreplay.runtime.stores import make_store
+
+        return make_store(StoreConnection(self._connection, namespace))
+
+
+def _fill(output: Tensor, parcel: Parcel, span: Span) -> None:
+    if span.nbytes != output.numel() * output.element_size():
+        raise AssertionError(f"{span.nbytes} bytes for an output of {tuple(output.shape)}")
+    if output.device.type == "cpu" and output.is_contiguous():
+        parcel.read_into(bytes_of(output), span.offset)
+        return
+    # Schemas of communications do not tell autograd that they write; so nor do we.
+    output.detach().copy_(parcel.part(span.offset, output.shape, output.dtype))
+
+
+def leave(code: int) -> None:
+    """End this process at once."""
+    os._exit(code)

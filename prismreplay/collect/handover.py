@@ -1,0 +1,208 @@
+"""How the bytes of tensors get from one process to another.
+
+The tensors of one operation travel as one `Parcel`: their bytes end to end, inside the message
+when there are few, else in a file without a name whose open descriptor goes with the message.
+The file lives in memory (`memfd_create`) or in a folder that the user chose, perhaps on disk. As it
+has no name, nothing of it can be left behind, however a process ends; it is freed when the last
+process that may still read it has closed it. That also is its reference count: a result of which
+many ranks get a part is written once.
+
+Files are written and read, not mapped: touching fresh pages of a shared mapping one fault at a
+time is some four times slower than `write`, which makes them in one go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from prismreplay.errors import HandoverError
+from prismreplay.runtime.operations import TensorSpec
+
+__all__ = ["INLINE_BYTES", "Parcel", "ParcelWriter", "Place", "Span", "bytes_of", "torch_dtype"]
+
+Tensor = Any
+
+INLINE_BYTES = 4096
+"""Up to this size, bytes travel inside the message: a file costs some 20 us."""
+
+
+class Span(NamedTuple):
+    """A run of bytes in a parcel."""
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the files are kept: a folder, or None for memory."""
+
+    folder: Path | None = None
+
+    def open(self) -> int:
+        """A new file without a name.
+
+        Raises:
+            HandoverError: the folder does not take it.
+        """
+        try:
+            if self.folder is None:
+                return os.memfd_create("prismreplay", os.MFD_CLOEXEC)
+            try:
+                return os.open(self.folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                    raise
+            # Some file systems only know files with names.
+            handle, name = tempfile.mkstemp(prefix="prismreplay-", dir=self.folder)
+            Path(name).unlink()
+            return handle
+        except OSError as error:
+            raise self.error(error) from error
+
+    def error(self, error: OSError) -> HandoverError:
+        """What a failure of the operating system means here."""
+        where = "memory" if self.folder is None else str(self.folder)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+            return HandoverError(
+                "no space is left for tensors that ranks hand over",
+                where=where,
+                hint="name a folder with more space: --shm-dir DIR",
+            )
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return HandoverError(
+                "too many tensors are on their way at once: no more files can be open",
+                where=where,
+                hint="raise the limit of open files (ulimit -n)",
+            )
+        return HandoverError(
+            f"cannot keep tensors that ranks hand over: {os.strerror(error.errno or 0)}",
+            where=where,
+            hint="name another folder: --shm-dir DIR",
+        )
+
+
+class Parcel:
+    """Bytes of some tensors, end to end. Owns its file."""
+
+    __slots__ = ("data", "file", "nbytes")
+
+    def __init__(self, data: bytes | None, file: int | None, nbytes: int) -> None:
+        self.data = data
+        self.file = file
+        self.nbytes = nbytes
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill `target` from the bytes at `offset`."""
+        if self.data is not None:
+            target[:] = self.data[offset : offset + len(target)]
+            return
+        if self.file is None:
+            raise ValueError("this parcel is closed")
+        while target:
+            count = os.preadv(self.file, [target], offset)
+            if count == 0:
+                raise EOFError(f"the parcel ends at {self.nbytes} bytes")
+            target, offset = target[count:], offset + count
+
+    def part(self, offset: int, shape: Sequence[int], dtype: Any) -> Tensor:
+        """A new tensor with the bytes at `offset`."""
+        tensor = torch.empty(tuple(shape), dtype=dtype)
+        self.read_into(bytes_of(tensor), offset)
+        return tensor
+
+    def tensors(self, specs: Iterable[TensorSpec]) -> list[Tensor]:
+        """New tensors with the bytes of the whole parcel, which are `specs` end to end."""
+        found, offset = [], 0
+        for spec in specs:
+            found.append(self.part(offset, spec.shape, torch_dtype(spec)))
+            offset += spec.nbytes
+        return found
+
+    def close(self) -> None:
+        """Free the file here; other processes keep theirs."""
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            self.close()
+
+
+class ParcelWriter:
+    """Puts bytes end to end into a parcel."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._start = bytearray()
+        self._file: int | None = None
+        self._size = 0
+
+    def put(self, data: memoryview | bytes) -> Span:
+        """Append a copy of `data`.
+
+        Raises:
+            HandoverError: no space is left.
+        """
+        view = memoryview(data)
+        span = Span(self._size, len(view))
+        self._size += len(view)
+        if self._file is None:
+            if self._size <= INLINE_BYTES:
+                self._start += view
+                return span
+            self._file = self._place.open()
+            self._write(memoryview(self._start))
+        self._write(view)
+        return span
+
+    def put_tensor(self, tensor: Tensor) -> Span:
+        """Append the elements of `tensor`, from whatever device and layout."""
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        return self.put(bytes_of(plain))
+
+    def finish(self) -> Parcel:
+        """The parcel; the writer is not used any more."""
+        if self._file is None:
+            return Parcel(bytes(self._start), None, self._size)
+        file, self._file = self._file, None
+        return Parcel(None, file, self._size)
+
+    def discard(self) -> None:
+        """Give up what was written."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _write(self, view: memoryview) -> None:
+        try:
+            while view:
+                view = view[os.write(self._file or 0, view) :]
+        except OSError as error:
+            self.discard()
+            raise self._place.error(error) from error
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, writable; valid while the tensor lives."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(b"")
+    # Through the address, as NumPy lacks some element types and autograd shall not notice.
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def torch_dtype(spec: TensorSpec) -> Any:
+    """torch's element type of `spec`."""
+    return getattr(torch, spec.dtype.value)

@@ -1,0 +1,328 @@
+"""Which operations of different ranks belong together, and whether they fit.
+
+Collectives of a group meet by their number in it. A send meets the receive that waits longest for
+its (group, sender, receiver, tag); on NCCL the tag does not count, as there. Everything is
+compared when it arrives: the program is stopped at the first operation that does not fit, while
+both ranks' lines are known. No torch and no input or output in here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from prismreplay.errors import MismatchError
+from prismreplay.runtime.operations import Call, Op, TensorSpec
+
+__all__ = ["Instance", "Matcher", "Request"]
+
+_P2P = (Call.SEND, Call.RECV)
+_REDUCING = (
+    Call.ALL_REDUCE,
+    Call.REDUCE,
+    Call.REDUCE_SCATTER,
+    Call.REDUCE_SCATTER_SINGLE,
+)
+_ROOTED = (Call.BROADCAST, Call.REDUCE, Call.GATHER, Call.SCATTER)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """An operation that a rank submitted. `inputs` are its bytes, as the transport has them."""
+
+    rank: int
+    ticket: int
+    op: Op
+    inputs: Any
+    instance: Instance
+    done: bool = False
+    source: int | None = None
+    """For a receive: who sent."""
+    result: Any = None
+    """Once done: what the rank gets, as the transport has it."""
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """Operations that belong together. `requests` are the members that are there, by rank."""
+
+    number: int
+    ranks: tuple[int, ...]
+    requests: dict[int, Request] = field(default_factory=dict)
+    waiting: int = 0
+    """Ranks that are blocked until it is complete."""
+
+    @property
+    def missing(self) -> list[int]:
+        """Members that have not come yet, in group order."""
+        return [rank for rank in self.ranks if rank not in self.requests]
+
+    @property
+    def complete(self) -> bool:
+        """True when all members are there."""
+        return len(self.requests) == len(self.ranks)
+
+
+_Pair = tuple[str, int, int, int]  # group key, sender, receiver, tag
+
+
+class Matcher:
+    """The operations that still lack partners."""
+
+    def __init__(self) -> None:
+        self._numbers = 0
+        self._collectives: dict[str, dict[int, Instance]] = defaultdict(dict)
+        self._sends: dict[_Pair, deque[Request]] = defaultdict(deque)
+        self._receives: dict[_Pair, deque[Request]] = defaultdict(deque)
+        self._anyone: dict[tuple[str, int, int], deque[Request]] = defaultdict(deque)
+
+    def arrive(self, rank: int, ticket: int, op: Op, inputs: Any) -> tuple[Request, bool]:
+        """Take an operation in; True when it completes its instance, which is then forgotten.
+
+        Raises:
+            MismatchError: it does not fit what another member did.
+        """
+        if op.call is Call.SEND:
+            return self._send(rank, ticket, op, inputs)
+        if op.call is Call.RECV:
+            return self._receive(rank, ticket, op, inputs)
+        return self._collective(rank, ticket, op, inputs)
+
+    def alone(self, rank: int, ticket: int, op: Op, inputs: Any) -> Request:
+        """An operation that is answered without its partners."""
+        request = Request(rank, ticket, op, inputs, self._new((rank,)))
+        request.instance.requests[rank] = request
+        return request
+
+    def open_instances(self) -> list[Instance]:
+        """Collectives that lack members, and receives that lack a sender."""
+        found = [one for group in self._collectives.values() for one in group.values()]
+        queues = [*self._receives.values(), *self._anyone.values()]
+        return found + [request.instance for queue in queues for request in queue]
+
+    def unreceived(self) -> int:
+        """Messages that were sent and not received."""
+        return sum(map(len, self._sends.values()))
+
+    def waiting_for(self, rank: int, keys: Iterable[str]) -> int:
+        """How many ranks are blocked in collectives of these groups that `rank` is missing in."""
+        return sum(
+            instance.waiting
+            for key in keys
+            for instance in self._collectives.get(key, {}).values()
+            if instance.waiting and rank not in instance.requests
+        )
+
+    def _new(self, ranks: tuple[int, ...]) -> Instance:
+        self._numbers += 1
+        return Instance(self._numbers, ranks)
+
+    def _collective(self, rank: int, ticket: int, op: Op, inputs: Any) -> tuple[Request, bool]:
+        started = self._collectives[op.group.key]
+        if op.seq is None:
+            raise ValueError("a collective needs a number")
+        instance = started.get(op.seq)
+        if instance is None:
+            instance = started[op.seq] = self._new(op.group.ranks)
+        request = Request(rank, ticket, op, inputs, instance)
+        for other in instance.requests.values():
+            _compare(request, other)
+            if op.call not in _PAIRWISE:
+                break  # what holds against one holds against all
+        instance.requests[rank] = request
+        if instance.complete:
+            del started[op.seq]
+        return request, instance.complete
+
+    def _send(self, rank: int, ticket: int, op: Op, inputs: Any) -> tuple[Request, bool]:
+        pair = _pair(op, rank, _peer(op))
+        anyone = self._anyone[pair[0], pair[2], pair[3]]
+        waiting = self._receives[pair]
+        # Of the receives that this message may answer, the one that was posted first.
+        heads = [queue for queue in (waiting, anyone) if queue]
+        queue = min(heads, key=lambda queue: queue[0].ticket, default=None)
+        if queue is None:
+            instance = self._new((rank, pair[2]))
+            request = Request(rank, ticket, op, inputs, instance)
+            instance.requests[rank] = request
+            self._sends[pair].append(request)
+            return request, False
+        receive = queue.popleft()
+        request = Request(rank, ticket, op, inputs, receive.instance)
+        self._meet(request, receive)
+        return request, True
+
+    def _receive(self, rank: int, ticket: int, op: Op, inputs: Any) -> tuple[Request, bool]:
+        if op.peer is None:
+            sent = self._first_sent(op, rank)
+        else:
+            sent = self._sends.get(_pair(op, op.peer, rank))
+        if sent:
+            message = sent.popleft()
+            request = Request(rank, ticket, op, inputs, message.instance)
+            self._meet(message, request)
+            return request, True
+        members = (rank,) if op.peer is None else (op.peer, rank)
+        request = Request(rank, ticket, op, inputs, self._new(members))
+        request.instance.requests[rank] = request
+        if op.peer is None:
+            _, _, receiver, tag = _pair(op, rank, rank)
+            self._anyone[op.group.key, receiver, tag].append(request)
+        else:
+            self._receives[_pair(op, op.peer, rank)].append(request)
+        return request, False
+
+    def _first_sent(self, op: Op, rank: int) -> deque[Request] | None:
+        queues = (self._sends.get(_pair(op, other, rank)) for other in op.group.ranks)
+        arrived = [queue for queue in queues if queue]
+        return min(arrived, key=lambda queue: queue[0].instance.number, default=None)
+
+    def _meet(self, send: Request, receive: Request) -> None:
+        _compare_pair(send, receive)
+        instance = send.instance = receive.instance
+        instance.ranks = (send.rank, receive.rank)
+        instance.requests = {send.rank: send, receive.rank: receive}
+        receive.source = send.rank
+
+
+def _peer(op: Op) -> int:
+    if op.peer is None:
+        raise ValueError("a send needs a receiver")
+    return op.peer
+
+
+def _pair(op: Op, sender: int, receiver: int) -> _Pair:
+    return op.group.key, sender, receiver, 0 if "nccl" in op.group.backend else op.tag
+
+
+# --- what must agree -------------------------------------------------------------------
+
+
+def _compare(new: Request, old: Request) -> None:
+    """Refuse `new` if it cannot be the same collective as `old`."""
+    for what, of in _AGREE:
+        mine, others = of(new.op), of(old.op)
+        if mine != others:
+            raise _mismatch(what, new, old, mine, others)
+    check = _PAIRWISE.get(new.op.call)
+    if check is not None:
+        for giver, taker in ((new, old), (old, new)):
+            check(giver, taker)
+
+
+def _root(op: Op) -> int | None:
+    return op.root if op.call in _ROOTED else None
+
+
+def _reduction(op: Op) -> str | None:
+    if op.call not in _REDUCING or op.reduce_op is None:
+        return None
+    factor = "" if op.premul_factor is None else f" by {op.premul_factor}"
+    return f"{op.reduce_op.value}{factor}"
+
+
+def _sizes(op: Op) -> tuple[int, ...] | None:
+    """Numbers of elements of the tensors that all members have alike."""
+    alike = {
+        Call.ALL_REDUCE: op.inputs,
+        Call.BROADCAST: op.outputs,
+        Call.REDUCE: op.inputs,
+        Call.ALL_GATHER_SINGLE: op.inputs,
+        Call.REDUCE_SCATTER: op.inputs,
+        Call.REDUCE_SCATTER_SINGLE: op.inputs,
+        Call.GATHER: op.inputs,
+        Call.SCATTER: op.outputs,
+    }.get(op.call)
+    return None if alike is None else tuple(spec.elements for spec in alike)
+
+
+def _types(op: Op) -> tuple[str, ...] | None:
+    if op.call in (Call.ALL_TO_ALL, Call.ALL_TO_ALL_SINGLE, Call.ALL_GATHER):
+        specs: tuple[TensorSpec, ...] = (*op.inputs[:1], *op.outputs[:1])
+        return tuple(sorted({spec.dtype.value for spec in specs}))
+    alike = op.outputs if op.call in (Call.BROADCAST, Call.SCATTER) else op.inputs
+    return tuple(spec.dtype.value for spec in alike)
+
+
+_AGREE = (
+    ("operation", lambda op: op.call.value),
+    ("root", _root),
+    ("reduction", _reduction),
+    ("number of elements", _sizes),
+    ("element type", _types),
+)
+
+
+def _check_gathered(giver: Request, taker: Request) -> None:
+    """all_gather: what one rank gives must fit the place that the other has for it."""
+    place = giver.op.group.ranks.index(giver.rank)
+    size = giver.op.group.size
+    given = [spec.elements for spec in giver.op.inputs]
+    room = [spec.elements for spec in taker.op.outputs[place::size]]
+    if given != room:
+        raise _mismatch("number of elements", giver, taker, tuple(given), tuple(room))
+
+
+def _check_exchanged(giver: Request, taker: Request) -> None:
+    """all_to_all: what one rank sends to the other must be what the other expects."""
+    ranks = giver.op.group.ranks
+    sent = _elements_for(giver.op.inputs, giver.op.input_splits, ranks, taker.rank)
+    expected = _elements_for(taker.op.outputs, taker.op.output_splits, ranks, giver.rank)
+    if sent != expected:
+        raise _mismatch("elements sent and expected", giver, taker, sent, expected)
+
+
+def _elements_for(
+    specs: tuple[TensorSpec, ...], splits: tuple[int, ...], ranks: tuple[int, ...], rank: int
+) -> int:
+    place = ranks.index(rank)
+    if len(specs) > 1 or len(ranks) == 1:
+        return specs[place].elements
+    if not splits:
+        return specs[0].elements // len(ranks)
+    rows = specs[0].shape[0] if specs[0].shape else 1
+    return specs[0].elements // rows * splits[place] if rows else 0
+
+
+_PAIRWISE = {
+    Call.ALL_GATHER: _check_gathered,
+    Call.ALL_TO_ALL: _check_exchanged,
+    Call.ALL_TO_ALL_SINGLE: _check_exchanged,
+}
+
+
+def _compare_pair(send: Request, receive: Request) -> None:
+    sent, room = send.op.inputs[0], receive.op.outputs[0]
+    if sent.dtype is not room.dtype:
+        raise _mismatch("element type", receive, send, room.dtype.value, sent.dtype.value)
+    if sent.elements != room.elements:
+        raise _mismatch("number of elements", receive, send, room.elements, sent.elements)
+
+
+def _mismatch(what: str, new: Request, old: Request, mine: object, others: object) -> MismatchError:
+    mine_text, others_text = _text(mine), _text(others)
+    op = new.op
+    name = f"group {op.group.name!r}" + (f" ({op.group.desc})" if op.group.desc else "")
+    number = "" if op.seq is None else f", operation {op.seq}"
+    call = "" if what == "operation" else f" of {op.call.value}"
+    return MismatchError(
+        f"ranks {new.rank} and {old.rank} disagree on the {what}{call}: "
+        f"{mine_text} on rank {new.rank}{_at(new)}, {others_text} on rank {old.rank}{_at(old)}",
+        where=f"{name}{number}",
+        hint="all members of a group must make the same communications in the same order",
+    )
+
+
+def _at(request: Request) -> str:
+    return f" at {request.op.site}" if request.op.site else ""
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        if len(value) == 1:
+            return str(value[0])
+        shown = ", ".join(map(str, value[:8]))
+        return f"[{shown}{', ...' if len(value) > 8 else ''}]"
+    return "none" if value is None else str(value)
