@@ -15,8 +15,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from prismtrace.assembling import AssembleReport, assemble
     from prismtrace.converters import ConvertReport, convert
     from prismtrace.errors import PrismError, TraceError
+    from prismtrace.recorder import SpanWriter
     from prismtrace.schema import (
         ClockDomain,
         DType,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from prismtrace.validation import Violation, validate
 
 __all__ = [
+    "AssembleReport",
     "ClockDomain",
     "ConvertReport",
     "DType",
@@ -49,12 +52,14 @@ __all__ = [
     "ProcessGroup",
     "ReduceOp",
     "SliceInfo",
+    "SpanWriter",
     "Trace",
     "TraceError",
     "TraceHeader",
     "TraceKind",
     "TransferSource",
     "Violation",
+    "assemble",
     "convert",
     "open",
     "validate",
@@ -64,6 +69,9 @@ __all__ = [
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
+    "assemble": ("prismtrace.assembling", "assemble"),
+    "AssembleReport": ("prismtrace.assembling", "AssembleReport"),
+    "SpanWriter": ("prismtrace.recorder", "SpanWriter"),
     "convert": ("prismtrace.converters", "convert"),
     "ConvertReport": ("prismtrace.converters", "ConvertReport"),
     "PrismError": ("prismtrace.errors", "PrismError"),

@@ -1,0 +1,356 @@
+"""One trace out of the spools that the ranks of a job wrote."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prismtrace.errors import InputFileError, RankError
+from prismtrace.input_files import files_of, unreadable
+from prismtrace.output import refuse_inputs
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from prismtrace.schema import ClockDomain, ProcessGroup, TraceHeader
+    from prismtrace.spool import Spool
+
+__all__ = ["AssembleReport", "assemble"]
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class AssembleReport:
+    """What became of the spools.
+
+    `cut_ranks` were ended before they closed their spool (killed, crashed); then `dropped`
+    rows that do not belong to steps finished by all ranks were left out. `policies` counts
+    what was assumed, as in the trace's header.
+    """
+
+    output: Path
+    world_size: int
+    ranks: tuple[int, ...]
+    missing_ranks: tuple[int, ...]
+    steps: tuple[int, ...]
+    nodes: int
+    groups: int
+    cut_ranks: tuple[int, ...] = ()
+    dropped: int = 0
+    policies: dict[str, int] = field(default_factory=dict)
+
+
+def assemble(
+    spools: PathLike | Sequence[PathLike],
+    output: PathLike,
+    *,
+    header: TraceHeader | None = None,
+    axis_of: Callable[[str, str], str | None] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> AssembleReport:
+    """Write one trace of all ranks' spools.
+
+    A rank whose spool has no end was cut off: then only the steps that all ranks finished are
+    kept, if there is any.
+
+    Args:
+        spools: a folder of them, a pattern, a file or a list of files.
+        output: the trace.
+        header: what is known about the job beyond the spools; its ranks, groups, streams,
+            clock and steps are made here. By default a recorded trace.
+        axis_of: the parallel axis that a group serves, from its name and description; sizes
+            of axes that are equal on all groups go into the header.
+        progress: called with 1 after each rank.
+
+    Raises:
+        InputFileError: no spool is there, or one is unreadable.
+        RankError: two spools are of one rank, or a rank is outside the world.
+        ValidationError: recorded values break the format; all rows are named by rank and index.
+        OutputError: the trace cannot be written.
+    """
+    import polars as pl
+
+    from prismtrace.converters.parts import disk_errors, workspace
+    from prismtrace.spool import read_spool
+    from prismtrace.trace import write_nodes
+
+    target, paths = Path(output), _spool_files(spools)
+    refuse_inputs(target, paths)
+    job = _Job()
+    with workspace(target) as folder:
+        for path in paths:
+            spool = read_spool(path)
+            frame = job.take(spool)
+            with disk_errors(target):
+                frame.write_parquet(folder / f"{spool.rank}.parquet", compression="lz4")
+            (progress or (lambda _: None))(1)
+        job.check_ranks(header)
+        parts = [pl.scan_parquet(folder / f"{rank}.parquet") for rank in sorted(job.ranks)]
+        made = job.header(header, axis_of)
+        rows = job.complete(pl.concat(parts), made)
+        with disk_errors(target):
+            write_nodes(made, rows, target)
+    return AssembleReport(
+        output=target,
+        world_size=made.world_size,
+        ranks=made.ranks,
+        missing_ranks=tuple(sorted(set(range(made.world_size)) - set(made.ranks))),
+        steps=made.steps,
+        nodes=sum(job.ranks.values()) - job.dropped,
+        groups=len(made.groups),
+        cut_ranks=tuple(sorted(job.cut)),
+        dropped=job.dropped,
+        policies=made.policies,
+    )
+
+
+def _spool_files(spools: PathLike | Sequence[PathLike]) -> list[Path]:
+    from prismtrace.spool import SPOOL_SUFFIX
+
+    given = [spools] if isinstance(spools, str | os.PathLike) else list(spools)
+    found: list[Path] = []
+    for item in given:
+        try:
+            found += files_of(
+                item,
+                (SPOOL_SUFFIX,),
+                what=f"{SPOOL_SUFFIX} file",
+                hint="name the folder that the ranks wrote their spools into",
+            )
+        except OSError as error:
+            raise unreadable(item, error) from error
+    if not found:
+        raise InputFileError("no spool was given", hint="name at least one")
+    return found
+
+
+@dataclass
+class _Job:
+    """The ranks taken in so far."""
+
+    ranks: dict[int, int] = field(default_factory=dict)
+    """Rank -> rows."""
+    cut: set[int] = field(default_factory=set)
+    dropped: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    _facts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _paths: dict[int, Path] = field(default_factory=dict)
+    _groups: dict[int, dict[int, _GroupKey]] = field(default_factory=dict)
+    _descs: dict[_GroupKey, str] = field(default_factory=dict)
+    _streams: dict[int, dict[int, str]] = field(default_factory=dict)
+    _steps: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Rank -> the steps that it began, each with the index of its first row."""
+    _timed: bool = False
+
+    def take(self, spool: Spool) -> pl.DataFrame:
+        """Rows of a rank, with the rank's own numbers of groups and streams."""
+        rank = spool.rank
+        if rank in self.ranks:
+            raise RankError(
+                f"two spools are of rank {rank}",
+                where=f"{self._paths[rank]} and {spool.path}",
+                hint="give the spools of one run only",
+            )
+        from prismtrace.spool_rows import rank_rows
+
+        frame = rank_rows(spool, self.counts)
+        self.ranks[rank], self._paths[rank] = frame.height, spool.path
+        self._facts[rank] = spool.facts
+        self._groups[rank] = {number: _group_key(fact) for number, fact in spool.groups.items()}
+        for number, fact in spool.groups.items():
+            if fact["desc"] not in _NO_DESCRIPTION:
+                self._descs.setdefault(self._groups[rank][number], fact["desc"])
+        self._streams[rank] = _stream_labels(spool)
+        first = frame.drop_nulls("step").group_by("step", maintain_order=True).first()
+        self._steps[rank] = list(first.select("step", "index").iter_rows())
+        self._timed |= frame["start_ns"].null_count() < frame.height
+        if not spool.ended:
+            self.cut.add(rank)
+            self.counts["cut-rank"] += 1
+        return frame
+
+    def check_ranks(self, header: TraceHeader | None) -> None:
+        """Refuse ranks outside the world."""
+        size = self.world_size(header)
+        highest = max(self.ranks)
+        if highest >= size:
+            raise RankError(
+                f"rank {highest} is outside the world of {size} ranks",
+                where=str(self._paths[highest]),
+                hint="give the spools of one run only",
+            )
+
+    def world_size(self, header: TraceHeader | None) -> int:
+        """Ranks of the job."""
+        if header is not None:
+            return header.world_size
+        said = [facts["world_size"] for facts in self._facts.values() if facts["world_size"]]
+        return int(max(said, default=max(self.ranks) + 1))
+
+    def header(
+        self, known: TraceHeader | None, axis_of: Callable[[str, str], str | None] | None
+    ) -> TraceHeader:
+        """The header of the trace, see `assemble`."""
+        from prismtrace import __version__
+        from prismtrace.schema import TraceHeader, TraceKind
+
+        if known is None:
+            known = TraceHeader(
+                kind=TraceKind.RECORDED,
+                world_size=self.world_size(None),
+                ranks=(),
+                created_by=f"prismtrace.recorder {__version__}",
+            )
+        groups = self._group_table()
+        labels = {label for streams in self._streams.values() for label in streams.values()}
+        steps = {step for found in self._steps.values() for step, _ in found}
+        last = self._last_step()
+        if last is not None:
+            steps = {step for step in steps if step <= last}
+        made = {
+            "ranks": tuple(sorted(self.ranks)),
+            "groups": groups,
+            "streams": dict(
+                enumerate(sorted(labels, key=lambda label: (label != "program", label)))
+            ),
+            "clock": self._clock() if self._timed else (),
+            "steps": tuple(sorted(steps)),
+            "axes": known.axes or (_axes(groups, axis_of) if axis_of else {}),
+            "policies": {**known.policies, **{k: n for k, n in sorted(self.counts.items()) if n}},
+        }
+        return TraceHeader.model_validate({**dict(known), **made})
+
+    def _group_table(self) -> tuple[ProcessGroup, ...]:
+        from prismtrace.schema import ProcessGroup
+
+        keys = sorted({key for groups in self._groups.values() for key in groups.values()})
+        return tuple(
+            ProcessGroup(id=number, name=name, desc=self._descs.get((ranks, name), ""), ranks=ranks)
+            for number, (ranks, name) in enumerate(keys)
+        )
+
+    def _clock(self) -> tuple[ClockDomain, ...]:
+        """Processes of one host share its clock."""
+        from prismtrace.schema import ClockDomain
+
+        hosts: dict[tuple[str, str], list[int]] = {}
+        for rank, facts in sorted(self._facts.items()):
+            hosts.setdefault((facts["host"], facts["clock"]), []).append(rank)
+        return tuple(
+            ClockDomain(id=number, ranks=tuple(ranks), host=host, source=clock)
+            for number, ((host, clock), ranks) in enumerate(hosts.items())
+        )
+
+    def _last_step(self) -> int | None:
+        """The last step that all ranks finished, if a rank was cut off; null: keep all."""
+        if not self.cut:
+            return None
+        finished = []
+        for rank, steps in self._steps.items():
+            numbers = sorted(step for step, _ in steps)
+            if rank in self.cut:
+                numbers.pop()
+            if not numbers:
+                return None
+            finished.append(numbers[-1])
+        return min(finished)
+
+    def complete(self, rows: pl.LazyFrame, header: TraceHeader) -> pl.LazyFrame:
+        """Rows of all ranks with the numbers of the header, without those of unfinished steps."""
+        import polars as pl
+
+        from prismtrace.trace import node_ids
+
+        numbers = {(group.ranks, group.name): group.id for group in header.groups}
+        streams = {label: number for number, label in header.streams.items()}
+        known = [
+            (rank, local, numbers[key])
+            for rank, groups in self._groups.items()
+            for local, key in groups.items()
+        ]
+        found = [
+            (rank, local, streams[label])
+            for rank, labels in self._streams.items()
+            for local, label in labels.items()
+        ]
+        group_of = _mapping(known, "group", pl.Int32)
+        stream_of = _mapping(found, "stream", pl.Int16)
+        last = self._last_step()
+        if last is not None:
+            ends = {rank: self._end(rank, last) for rank in self.ranks}
+            self.dropped = sum(self.ranks[rank] - end for rank, end in ends.items())
+            rows = rows.filter(pl.col("index") < pl.col("rank").replace_strict(ends))
+        return (
+            rows.join(group_of, on=["rank", "group"], how="left", maintain_order="left")
+            .join(stream_of, on=["rank", "stream"], how="left", maintain_order="left")
+            .with_columns(
+                id=node_ids(pl.col("rank"), pl.col("index")),
+                real=pl.lit(value=True),
+                group="group_number",
+                stream="stream_number",
+            )
+            .drop("group_number", "stream_number")
+        )
+
+    def _end(self, rank: int, last: int) -> int:
+        """Index of the first row after the last step that is kept."""
+        later = [index for step, index in self._steps[rank] if step > last]
+        return min(later, default=self.ranks[rank])
+
+
+def _mapping(entries: list[tuple[int, int, int]], name: str, dtype: Any) -> pl.LazyFrame:
+    import polars as pl
+
+    schema = {"rank": pl.Int32, name: pl.Int32, f"{name}_number": dtype}
+    return pl.LazyFrame(entries, schema=schema, orient="row")
+
+
+_GroupKey = tuple[tuple[int, ...], str]
+_NO_DESCRIPTION = ("", "undefined")
+
+
+def _group_key(fact: dict[str, Any]) -> _GroupKey:
+    from prismtrace.ranks import parse_ranks
+
+    return parse_ranks(fact["ranks"]), fact["name"]
+
+
+def _stream_labels(spool: Spool) -> dict[int, str]:
+    """What to call a rank's streams; those of its groups after what the group is for.
+
+    Ranks of different groups share labels, of which a trace takes 2^15 only: a group is called
+    after its description or size, not its name.
+    """
+    from prismtrace.ranks import parse_ranks
+
+    of_group: dict[int, str] = {}
+    taken: Counter[str] = Counter()
+    for number, fact in sorted(spool.groups.items()):
+        label = fact["desc"]
+        if label in _NO_DESCRIPTION:
+            label = f"group of {len(parse_ranks(fact['ranks']))}"
+        taken[label] += 1
+        of_group[number] = label if taken[label] == 1 else f"{label} #{taken[label]}"
+    return {
+        number: fact["label"]
+        if fact["of_group"] is None
+        else f"{of_group[fact['of_group']]} {fact['label']}".rstrip()
+        for number, fact in spool.streams.items()
+    }
+
+
+def _axes(
+    groups: Iterable[ProcessGroup], axis_of: Callable[[str, str], str | None]
+) -> dict[str, int]:
+    """Sizes of the axes that groups serve, where all groups of an axis have the same size."""
+    sizes: dict[str, set[int]] = {}
+    for group in groups:
+        axis = axis_of(group.name, group.desc)
+        if axis is not None and axis != "world":
+            sizes.setdefault(axis, set()).add(len(group.ranks))
+    return {axis: found.pop() for axis, found in sorted(sizes.items()) if len(found) == 1}
