@@ -1,4 +1,4 @@
-"""The compiled pass behind `prismreplay.plan`: which boundary operations reach which, how late.
+"""The compiled pass behind `prismreplay.boundary`: which boundary operations reach which, how late.
 
 Every row of a virtual rank gets a *label*: pairs (source, weight) such that the row's time is
 the latest of ready(source) + weight.  Source 0 is the origin of time; the others are boundary

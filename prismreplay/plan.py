@@ -1,287 +1,408 @@
-"""When would the virtual ranks have arrived?  The plan of a run, compiled from a calibrated graph.
+"""What a run will do with the communications of its sandbox ranks, and when.
 
-A run has a few *sandbox* ranks, which execute; all others are virtual.  The two meet only at
-*boundary* operations: sync instances with members of both sorts.  What a virtual rank does
-between two of them is known, so the time at which the virtual members of a boundary operation
-arrive is a max-plus expression of when earlier ones were ready:
+A plan is compiled once from a calibrated graph and the list of sandbox ranks, and kept in a
+file.  It knows every *boundary* operation (`prismreplay.boundary`) by the names that the running
+program gives it: process group, sequence number and, of a p2p operation, sender and receiver.
 
-    arrival(b) = max over edges (a, weight) of b: ready(a) + weight
-    ready(b)   = max( arrival(b), arrival of every sandbox member )
+    plan = compile_plan(pt.open("calibrated.parquet"), sandbox=[0, 1])
+    plan.write("plan.parquet")
 
-`compile_plan` finds the edges in one pass over the graph and leaves out those that can never
-decide; `VirtualWorld` evaluates them while the sandbox runs.  Its cost depends on the edges of
-the plan, not on the size of the world.  Weights are exact int64 nanoseconds: fed with the
-arrivals that a full propagation gives, the plan gives the times that propagation gives.
+    world = plan.world()
+    world.arrived(OpKey(group=3, seq=0), rank=0, time_ns=1_000_000)
 
-Where a label would be too long to be copied it becomes a *junction*: a vertex of the plan that
-nobody arrives at.  Operations in which not everybody waits for everybody (eager sends, rooted
-collectives, see `prismcalib.waiting`) have two vertices on a sandbox rank: its arrival, that
-others wait for, and its readiness.
-
-The method is the paper's section 6 (a virtual rank joins when it would have arrived), with the
-arrival computed from the calibrated graph instead of replayed by a process per rank.
+A program that runs for more steps than the graph has repeats the last one: operation seq of a
+group is then the one that the last step has in that place, and `VirtualWorld` shifts what it
+depends on by as many steps.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
+import polars as pl
 
-from prismcalib.graph import Graph, Int32Array, Int64Array
-from prismcalib.propagation import propagate
+from prismcalib.build import graph_from_trace
+from prismcalib.graph import Graph
+from prismreplay.boundary import (
+    Boundary,
+    Place,
+    Repeat,
+    VertexKind,
+    VirtualWorld,
+    compile_boundary,
+)
 from prismreplay.errors import PlanError
+from prismtrace.headers import PathLike
+from prismtrace.input_files import require_readable
+from prismtrace.output import atomic_output
+from prismtrace.ranks import format_ranks, parse_ranks
+from prismtrace.reading import reading
+from prismtrace.schema import ProcessGroup, TraceKind
+from prismtrace.trace import Trace, instance_columns
 
-__all__ = ["Boundary", "VertexKind", "VirtualWorld", "compile_boundary", "members_by_vertex"]
+__all__ = ["OpKey", "Plan", "PlannedWorld", "compile_plan"]
 
-ORIGIN = 0
-"""The first vertex: the beginning of time, ready at 0."""
-
-
-LONGEST_LABEL = 32
-"""Default of `compile_boundary`: more are rare, and fewer would add vertices."""
+FORMAT = 1
+_METADATA_KEY = "prismreplay_plan"
 
 
-class VertexKind(IntEnum):
-    """What a vertex of the plan stands for."""
+class OpKey(NamedTuple):
+    """A communication by the names that all its members know; see the format's (group, seq)."""
 
-    ORIGIN = 0
-    INSTANCE = 1
-    """A sync instance with sandbox and virtual members."""
-    JUNCTION = 2
-    """The latest of several arrivals in the virtual world."""
-    EVENT = 3
-    """One row of a sandbox rank that a virtual rank waits for, or that waits for one."""
+    group: int
+    seq: int
+    sender: int = -1
+    receiver: int = -1
+
+
+class _Channel(NamedTuple):
+    """Where operations are numbered: a group, or of p2p one direction of a pair in it."""
+
+    group: int
+    sender: int
+    receiver: int
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Boundary:
-    """V vertices and E edges, in an order in which edges lead forward.
+class Plan:
+    """Boundary operations of some sandbox ranks.
 
     Attributes:
-        kind: int8[V], `VertexKind`.
-        owner: int32[V]: the instance's number, the event's row in `Graph.expanded`, or -1.
-        edge_offsets: int64[V + 1]; vertex v has the edges
-            `edge_offsets[v]:edge_offsets[v + 1]`.
-        edge_source: int32[E], vertices.
-        edge_weight_ns: int64[E].
-        origin_ns: time of the graph that the origin stands for.
+        world_size: of the job.
+        sandbox: ranks that execute.
+        groups: the process groups that have sandbox members, with all their ranks.
+        steps: numbers of the steps of the graph, first to last.
+        period_ns: what the last step takes in the graph.
+        boundary: the vertices and edges.
+        operations: one row per (vertex, sandbox rank) in vertex order: `vertex`, `rank`,
+            `group`, `seq`, `src_rank`, `dst_rank` (-1 for collectives), `kind`, `step`,
+            `arrival` (the vertex is only the arrival of this rank, for which others wait),
+            `transfer_ns`, `transfer_source`.
     """
 
-    kind: NDArray[np.int8]
-    owner: Int32Array
-    edge_offsets: Int64Array
-    edge_source: Int32Array
-    edge_weight_ns: Int64Array
-    origin_ns: int = 0
-
-    @property
-    def vertices(self) -> int:
-        """Number of vertices V, the origin included."""
-        return len(self.kind)
-
-    @property
-    def edges(self) -> int:
-        """Number of edges E."""
-        return len(self.edge_source)
-
-    @cached_property
-    def vertex_of_instance(self) -> dict[int, int]:
-        """Sync instance -> vertex."""
-        return self._by_owner(VertexKind.INSTANCE)
-
-    @cached_property
-    def vertex_of_event(self) -> dict[int, int]:
-        """Row of `Graph.expanded` -> vertex."""
-        return self._by_owner(VertexKind.EVENT)
-
-    def _by_owner(self, kind: VertexKind) -> dict[int, int]:
-        found = np.flatnonzero(self.kind == kind)
-        return dict(zip(self.owner[found].tolist(), found.tolist(), strict=True))
-
-
-def compile_boundary(
-    graph: Graph, sandbox: NDArray[np.bool_], *, longest_label: int = LONGEST_LABEL
-) -> Boundary:
-    """What the virtual rows of a graph mean for the sandbox rows.
-
-    Args:
-        graph: a calibrated graph; durations of sandbox rows are not used.
-        sandbox: bool[n], rows of sandbox ranks.
-        longest_label: sources that one time may depend on before a junction takes their place.
-
-    Raises:
-        MissingMemberError, CycleError: as `propagate`.
-        PlanError: a dependency between a sandbox and a virtual row that is no communication.
-    """
-    from prismcalib.compiling import read_only
-    from prismreplay.boundary_engine import trace_labels
-
-    full = graph.expanded
-    mine = np.concatenate([sandbox, sandbox[graph.arriving]]) if full is not graph else sandbox
-    mine = np.ascontiguousarray(mine, np.bool_)
-    crossing = _crossing_rows(graph, full, mine)
-    order = propagate(graph).order
-    origin, release = 0, np.empty(0, np.int64)
-    if full.release_ns is not None and full.rows:
-        origin = int(full.release_ns.min())
-        release = full.release_ns - origin
-    lags = np.empty(0, np.int64) if full.dep_lag_ns is None else full.dep_lag_ns
-    kind, owner, offsets, source, weight = trace_labels(
-        read_only(order),
-        full.dep_offsets,
-        full.dep_rows,
-        read_only(lags),
-        read_only(release),
-        full.duration_ns,
-        full.instance,
-        read_only(mine),
-        read_only(crossing),
-        longest_label,
-    )
-    return _without_dead_ends(kind, owner, offsets, source, weight, origin)
-
-
-def _crossing_rows(graph: Graph, full: Graph, mine: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Sandbox rows at either end of a dependency between a sandbox and a virtual row."""
-    owner = np.repeat(np.arange(full.rows, dtype=np.int32), np.diff(full.dep_offsets))
-    across = mine[owner] != mine[full.dep_rows]
-    crossing = np.zeros(full.rows, np.bool_)
-    ends = np.where(mine[owner[across]], owner[across], full.dep_rows[across])
-    crossing[ends] = True
-    arrivals = np.zeros(full.rows, np.bool_)
-    arrivals[graph.rows :] = True
-    arrivals[graph.arriving] = True
-    wrong = np.flatnonzero(crossing & ~arrivals)
-    if len(wrong):
-        raise PlanError(
-            f"{graph.label(int(wrong[0]))} and a row of a virtual rank depend on each other "
-            "without a communication between them",
-            hint="the trace has `xdeps` across this border; make both ranks sandbox ranks",
-        )
-    return crossing
-
-
-def _without_dead_ends(
-    kind: NDArray[np.int8],
-    owner: Int32Array,
-    offsets: Int64Array,
-    source: Int32Array,
-    weight: Int64Array,
-    origin_ns: int,
-) -> Boundary:
-    """The plan without junctions from which no sandbox row is reached."""
-    needed = kind != VertexKind.JUNCTION
-    for vertex in range(len(kind) - 1, 0, -1):
-        if needed[vertex]:
-            needed[source[offsets[vertex] : offsets[vertex + 1]]] = True
-    number = np.cumsum(needed, dtype=np.int64) - 1
-    kept = np.repeat(needed, np.diff(offsets))
-    counts = np.diff(offsets)[needed]
-    return Boundary(
-        kind=kind[needed],
-        owner=owner[needed],
-        edge_offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        edge_source=number[source[kept]].astype(np.int32),
-        edge_weight_ns=weight[kept],
-        origin_ns=origin_ns,
-    )
-
-
-@dataclass(eq=False)
-class VirtualWorld:
-    """The virtual ranks of one run: told when sandbox ranks arrive, it says when all are there.
-
-    `sandbox_members` of a vertex: how many arrivals of sandbox ranks it takes, at least one.
-    Times are in nanoseconds since the graph's origin, on whatever clock the run uses.
-    """
-
+    world_size: int
+    sandbox: tuple[int, ...]
+    groups: tuple[ProcessGroup, ...]
+    steps: tuple[int, ...]
+    period_ns: int
     boundary: Boundary
-    sandbox_members: Mapping[int, int]
-    _ready: dict[int, int] = field(init=False)
-    _absent: dict[int, int] = field(init=False)
-    _latest: dict[int, int] = field(init=False, default_factory=dict)
-    _blocked: dict[int, list[int]] = field(init=False, default_factory=dict)
+    operations: pl.DataFrame
 
-    def __post_init__(self) -> None:
-        self._ready = {ORIGIN: 0}
-        self._absent = dict(self.sandbox_members)
+    def world(self) -> PlannedWorld:
+        """The virtual ranks at the beginning of a run."""
+        return PlannedWorld(self)
 
-    def arrived(self, vertex: int, time_ns: int) -> list[tuple[int, int]]:
-        """A sandbox rank has arrived at a vertex.
+    @cached_property
+    def sandbox_members(self) -> dict[int, int]:
+        """Vertex -> arrivals of sandbox ranks that it takes."""
+        return dict(self.operations.group_by("vertex").len().iter_rows())
 
-        Returns the vertices that are ready now, with the time at which they are, in order:
-        this one, and those that were waiting for it.  Empty while others are missing.
+    @cached_property
+    def repeat(self) -> Repeat | None:
+        """How the last step is repeated; None if the graph has no complete step."""
+        return _repeat(self)
+
+    def write(self, path: PathLike) -> None:
+        """Write the plan to one Parquet file; the previous file stays intact on failure."""
+        plan = self.boundary
+        counts = np.diff(plan.edge_offsets)
+        order = np.repeat(np.arange(plan.vertices), counts)
+        edges = pl.DataFrame(
+            {"vertex": order, "source": plan.edge_source, "weight_ns": plan.edge_weight_ns}
+        )
+        edges = edges.group_by("vertex", maintain_order=True).agg("source", "weight_ns")
+        vertices = pl.DataFrame(
+            {
+                "vertex": np.arange(plan.vertices),
+                "vertex_kind": plan.kind,
+                "owner": plan.owner,
+            }
+        ).join(edges, on="vertex", how="left", maintain_order="left")
+        operations = self.operations.group_by("vertex", maintain_order=True).agg(
+            pl.struct(pl.exclude("vertex")).alias("operations")
+        )
+        table = vertices.join(
+            operations.cast({"vertex": pl.Int64}), on="vertex", how="left", maintain_order="left"
+        )
+        head = {
+            "format": FORMAT,
+            "world_size": self.world_size,
+            "sandbox": format_ranks(self.sandbox),
+            "groups": [group.model_dump(mode="json") for group in self.groups],
+            "steps": list(self.steps),
+            "period_ns": self.period_ns,
+            "origin_ns": plan.origin_ns,
+        }
+        with atomic_output(Path(path)) as temporary:
+            table.write_parquet(
+                temporary, compression="zstd", metadata={_METADATA_KEY: json.dumps(head)}
+            )
+
+    @classmethod
+    def read(cls, path: PathLike) -> Self:
+        """Read a file that `write` made.
 
         Raises:
-            PlanError: more arrivals than the vertex has sandbox members.
+            InputFileError: missing, unreadable or damaged.
+            PlanError: not a plan, or one of another format.
         """
-        absent = self._absent.get(vertex, 0)
-        if absent < 1:
-            raise PlanError(f"vertex {vertex} of the plan has all its sandbox members already")
-        self._absent[vertex] = absent - 1
-        self._latest[vertex] = max(time_ns, self._latest.get(vertex, time_ns))
-        return self._settle([vertex])
+        path = Path(path)
+        require_readable(path)
+        with reading([path]):
+            metadata = pl.read_parquet_metadata(path)
+            if _METADATA_KEY not in metadata:
+                raise PlanError(f"{path} is no plan", hint="`prismreplay plan` makes one")
+            head: dict[str, Any] = json.loads(metadata[_METADATA_KEY])
+            if head["format"] != FORMAT:
+                raise PlanError(
+                    f"{path} has format {head['format']}, this version reads {FORMAT}",
+                    hint="compile the plan again",
+                )
+            table = pl.read_parquet(path)
+        counts = table["source"].list.len().fill_null(0).to_numpy()
+        boundary = Boundary(
+            kind=table["vertex_kind"].to_numpy(),
+            owner=table["owner"].to_numpy(),
+            edge_offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            edge_source=_flat(table["source"]).to_numpy(),
+            edge_weight_ns=_flat(table["weight_ns"]).to_numpy(),
+            origin_ns=head["origin_ns"],
+        )
+        operations = (
+            table.select("vertex", "operations")
+            .drop_nulls()
+            .explode("operations", empty_as_null=False, keep_nulls=False)
+            .unnest("operations")
+        )
+        return cls(
+            world_size=head["world_size"],
+            sandbox=tuple(parse_ranks(head["sandbox"])),
+            groups=tuple(ProcessGroup.model_validate(group) for group in head["groups"]),
+            steps=tuple(head["steps"]),
+            period_ns=head["period_ns"],
+            boundary=boundary,
+            operations=operations,
+        )
 
-    def ready_ns(self, vertex: int) -> int | None:
-        """When all members of a vertex are there; None while that is not known."""
-        return self._ready.get(vertex)
 
-    def virtual_arrival_ns(self, vertex: int) -> int | None:
-        """When the last virtual member arrives; None while that is not known."""
-        latest, missing = self._arrival(vertex)
-        return latest if missing is None else None
+def _flat(lists: pl.Series) -> pl.Series:
+    return lists.drop_nulls().explode(empty_as_null=False, keep_nulls=False)
 
-    def _arrival(self, vertex: int) -> tuple[int, int | None]:
-        """Latest arrival over the edges, and a vertex that it still depends on, if any."""
-        plan = self.boundary
-        latest = 0
-        for edge in range(plan.edge_offsets[vertex], plan.edge_offsets[vertex + 1]):
-            source = int(plan.edge_source[edge])
-            ready = self._ready.get(source)
-            if ready is None:
-                if plan.kind[source] != VertexKind.JUNCTION:
-                    return 0, source
-                self._settle([source])
-                ready = self._ready.get(source)
-                if ready is None:
-                    return 0, source
-            latest = max(latest, ready + int(plan.edge_weight_ns[edge]))
-        return latest, None
 
-    def _settle(self, candidates: Iterable[int]) -> list[tuple[int, int]]:
-        """Decide what can be decided, starting from some vertices."""
-        settled: list[tuple[int, int]] = []
-        queue = list(candidates)
-        heapq.heapify(queue)
-        while queue:
-            vertex = heapq.heappop(queue)
-            if vertex in self._ready or self._absent.get(vertex, 0) > 0:
-                continue
-            if self.boundary.kind[vertex] != VertexKind.JUNCTION and vertex not in self._latest:
-                continue
-            latest, missing = self._arrival(vertex)
-            if missing is not None:
-                self._blocked.setdefault(missing, []).append(vertex)
-                continue
-            self._ready[vertex] = max(latest, self._latest.get(vertex, 0))
-            if self.boundary.kind[vertex] != VertexKind.JUNCTION:
-                settled.append((vertex, self._ready[vertex]))
-            for waiting in self._blocked.pop(vertex, ()):
-                heapq.heappush(queue, waiting)
+def compile_plan(trace: Trace, sandbox: Sequence[int]) -> Plan:
+    """The plan of a run of some ranks.
+
+    Args:
+        trace: a calibrated trace of all ranks.
+        sandbox: global ranks that will execute.
+
+    Raises:
+        PlanError: not calibrated, ranks outside the world, or see `compile_boundary`.
+        MergeInputError, CoverageError: as `prismcalib.graph_from_trace`.
+    """
+    header = trace.header
+    if header.kind != TraceKind.CALIBRATED:
+        raise PlanError(
+            f"a plan needs a calibrated trace, not a {header.kind.value} one",
+            hint="run `prismcalib merge` first",
+        )
+    chosen = tuple(sorted(set(sandbox)))
+    if not chosen or chosen[-1] >= header.world_size or chosen[0] < 0:
+        raise PlanError(
+            f"sandbox ranks {format_ranks(chosen) or 'none'} of a world of {header.world_size}"
+        )
+    graph, rows = graph_from_trace(trace)
+    mine = rows["rank"].is_in(chosen).to_numpy()
+    boundary = compile_boundary(graph, mine)
+    steps = tuple(rows["step"].drop_nulls().unique().sort().to_list())
+    return Plan(
+        world_size=header.world_size,
+        sandbox=chosen,
+        groups=tuple(group for group in header.groups if set(chosen) & set(group.ranks)),
+        steps=steps,
+        period_ns=_last_step_ns(rows, steps),
+        boundary=boundary,
+        operations=_operations(graph, rows, boundary, mine),
+    )
+
+
+def _last_step_ns(rows: pl.DataFrame, steps: Sequence[int]) -> int:
+    """From the end of the step before the last one to its own end."""
+    if not steps:
+        return 0
+    ends = (
+        rows.select("step", end=pl.col("start_ns") + pl.col("dur_ns"))
+        .drop_nulls()
+        .group_by("step")
+        .agg(pl.col("end").max())
+        .sort("step")["end"]
+    )
+    before = ends[-2] if len(ends) > 1 else rows["start_ns"].min()
+    return max(0, int(ends[-1]) - int(before))  # type: ignore[arg-type]
+
+
+def _operations(
+    graph: Graph, rows: pl.DataFrame, boundary: Boundary, mine: np.ndarray[Any, np.dtype[np.bool_]]
+) -> pl.DataFrame:
+    """One row per vertex and sandbox rank; see `Plan.operations`."""
+    vertex_of = np.full(max(graph.instances, 1), -1, np.int32)
+    for instance, vertex in boundary.vertex_of_instance.items():
+        vertex_of[instance] = vertex
+    members = np.flatnonzero(mine & (graph.instance >= 0))
+    members = members[vertex_of[graph.instance[members]] >= 0]
+    events = boundary.vertex_of_event
+    event_rows = np.array([graph.original(event) for event in events], np.int64)
+    found = np.concatenate([members, event_rows])
+    vertices = np.concatenate(
+        [vertex_of[graph.instance[members]], np.array(list(events.values()), np.int32)]
+    )
+    arrival = np.concatenate(
+        [
+            np.zeros(len(members), np.bool_),
+            np.array([event >= graph.rows for event in events], np.bool_),
+        ]
+    )
+    return (
+        rows[found]
+        .select(
+            pl.Series("vertex", vertices, pl.Int32),
+            "rank",
+            *instance_columns(),
+            pl.col("kind").cast(pl.String),
+            "step",
+            pl.Series("arrival", arrival, pl.Boolean),
+            pl.col("transfer_ns").fill_null(pl.col("dur_ns")),
+            pl.col("transfer_source").cast(pl.String),
+        )
+        .cast({"src_rank": pl.Int32, "dst_rank": pl.Int32})
+        .sort("vertex", "rank")
+    )
+
+
+def _repeat(plan: Plan) -> Repeat | None:
+    if not plan.steps:
+        return None
+    last = plan.steps[-1]
+    boundary = plan.boundary
+    before = np.full(boundary.vertices, -1, np.int32)
+    successor = np.full(boundary.vertices, -1, np.int32)
+    # One name per vertex: an event's rank tells arrivals of the same operation apart.
+    names = plan.operations.unique("vertex", maintain_order=True)
+    counts = _operations_per_step(names.filter(pl.col("step") == last))
+    columns = ("vertex", "group", "seq", "src_rank", "dst_rank", "step", "arrival", "rank")
+    by_name: dict[tuple[Any, ...], int] = {}
+    for vertex, group, seq, src, dst, step, arrival, rank in names.select(columns).iter_rows():
+        only = rank if boundary.kind[vertex] == VertexKind.EVENT else -1
+        by_name[group, seq, src, dst, arrival, only] = vertex
+        before[vertex] = plan.steps.index(last) - plan.steps.index(step) if step is not None else -1
+    for (group, seq, src, dst, arrival, only), vertex in by_name.items():
+        later = seq + counts[_Channel(group, src, dst)]
+        successor[vertex] = by_name.get((group, later, src, dst, arrival, only), -1)
+    return Repeat(steps_before=before, successor=successor, period_ns=plan.period_ns)
+
+
+def _operations_per_step(operations: pl.DataFrame) -> Counter[_Channel]:
+    """How many operations of every channel a step has."""
+    once = operations.unique(["group", "src_rank", "dst_rank", "seq"])
+    counted = once.group_by("group", "src_rank", "dst_rank").len()
+    return Counter(
+        {_Channel(group, src, dst): count for group, src, dst, count in counted.iter_rows()}
+    )
+
+
+class _Known(NamedTuple):
+    """Vertices of one operation on one sandbox rank, and its transfer."""
+
+    arrival: int | None
+    ready: int | None
+    transfer_ns: int
+
+
+class PlannedWorld:
+    """`VirtualWorld`, addressed by the names of operations.
+
+    Not thread-safe: whoever uses it from several threads holds a lock.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._world = VirtualWorld(plan.boundary, plan.sandbox_members, plan.repeat)
+        self._known = _known(plan)
+        last = plan.operations.filter(pl.col("step") == plan.steps[-1]) if plan.steps else None
+        self._counts = _operations_per_step(last) if last is not None else Counter()
+        self._first_unseen = {
+            _Channel(group, src, dst): seq + 1
+            for group, src, dst, seq in plan.operations.group_by("group", "src_rank", "dst_rank")
+            .agg(pl.col("seq").max())
+            .iter_rows()
+        }
+
+    def is_boundary(self, key: OpKey, rank: int) -> bool:
+        """Whether virtual ranks take part in this operation of a sandbox rank."""
+        return self._find(key, rank) is not None
+
+    def transfer_ns(self, key: OpKey, rank: int) -> int:
+        """How long the operation takes a sandbox rank once all are there."""
+        return self._located(key, rank)[0].transfer_ns
+
+    def arrived(self, key: OpKey, rank: int, time_ns: int) -> list[tuple[Place, int]]:
+        """A sandbox rank has arrived; times since the plan's origin.
+
+        Returns all places that are ready now, as `VirtualWorld.arrived`.
+
+        Raises:
+            PlanError: the operation is no boundary operation, or the rank was there already.
+        """
+        known, round_ = self._located(key, rank)
+        settled = []
+        for vertex in (known.arrival, known.ready):
+            if vertex is not None:
+                settled += self._world.arrived(vertex, time_ns, round_)
         return settled
 
+    def ready_ns(self, key: OpKey, rank: int) -> int | None:
+        """When all that this rank waits for are there; None while that is not known."""
+        known, round_ = self._located(key, rank)
+        if known.ready is None:
+            # Nobody keeps this rank waiting: it is ready when it arrives.
+            return None if known.arrival is None else self._world.ready_ns(known.arrival, round_)
+        return self._world.ready_ns(known.ready, round_)
 
-def members_by_vertex(
-    boundary: Boundary, graph: Graph, sandbox: Sequence[bool] | NDArray[np.bool_]
-) -> dict[int, int]:
-    """How many sandbox rows each vertex waits for; what `VirtualWorld` takes."""
-    chosen = graph.instance[np.asarray(sandbox) & (graph.instance >= 0)]
-    counts = np.bincount(chosen, minlength=graph.instances)
-    members = {v: int(counts[g]) for g, v in boundary.vertex_of_instance.items()}
-    return members | dict.fromkeys(boundary.vertex_of_event.values(), 1)
+    def _located(self, key: OpKey, rank: int) -> tuple[_Known, int]:
+        found = self._find(key, rank)
+        if found is None:
+            raise PlanError(
+                f"the plan has no operation [group={key.group} seq={key.seq}] "
+                f"between rank {rank} and virtual ranks",
+                hint="the program does something else than when it was collected; collect again",
+            )
+        return found
+
+    def _find(self, key: OpKey, rank: int) -> tuple[_Known, int] | None:
+        channel = _Channel(key.group, key.sender, key.receiver)
+        end, count = self._first_unseen.get(channel, 0), self._counts[channel]
+        round_ = 0
+        if key.seq >= end and count:
+            round_ = (key.seq - end) // count + 1
+            key = key._replace(seq=key.seq - round_ * count)
+        known = self._known.get((key, rank))
+        return None if known is None else (known, round_)
+
+
+def _known(plan: Plan) -> Mapping[tuple[OpKey, int], _Known]:
+    known: dict[tuple[OpKey, int], _Known] = {}
+    columns = ("vertex", "rank", "group", "seq", "src_rank", "dst_rank", "arrival", "transfer_ns")
+    for vertex, rank, group, seq, src, dst, arrival, transfer in plan.operations.select(
+        columns
+    ).iter_rows():
+        name = OpKey(group, seq, src, dst), rank
+        old = known.get(name, _Known(None, None, transfer or 0))
+        known[name] = old._replace(**{"arrival" if arrival else "ready": vertex})
+    return known

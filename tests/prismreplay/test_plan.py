@@ -1,181 +1,116 @@
-"""The plan gives the virtual ranks the times that propagation of the whole graph gives them."""
+"""Plans by the names of operations: on made-up jobs, in files, and beyond the recorded steps."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
+import polars as pl
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import prismcalib
+import prismtrace as pt
 from prismcalib import synth
-from prismcalib.graph import Graph
-from prismcalib.propagation import propagate
 from prismreplay.errors import PlanError
-from prismreplay.plan import (
-    Boundary,
-    VertexKind,
-    VirtualWorld,
-    compile_boundary,
-    members_by_vertex,
-)
+from prismreplay.plan import OpKey, Plan, compile_plan
 
 
-def random_job(seed: int, ranks: int, length: int, *, waits: bool) -> tuple[Graph, np.ndarray]:
-    """A program for every rank that cannot deadlock: operations are issued in one global order."""
-    rng = np.random.default_rng(seed)
-    durations, deps, lags, instances, wait_for = [], [], [], [], []
-    rank_of, last = [], [[] for _ in range(ranks)]
-    sizes = []
-
-    def add(rank: int, after: list[int], duration: int, instance: int = -1) -> int:
-        row = len(durations)
-        durations.append(duration)
-        deps.append(sorted(set(after)))
-        lags.append([int(rng.integers(0, 3)) * int(rng.integers(0, 20)) for _ in deps[-1]])
-        instances.append(instance)
-        wait_for.append([])
-        rank_of.append(rank)
-        return row
-
-    for _ in range(length):
-        if rng.random() < 0.5:
-            rank = int(rng.integers(ranks))
-            row = add(rank, last[rank][-2:], int(rng.integers(0, 100)))
-            # Now and then, the row runs beside what follows.
-            last[rank] = [row] if rng.random() < 0.7 else [*last[rank][-1:], row]
-            continue
-        size = int(rng.integers(2, min(5, ranks) + 1))
-        members = rng.choice(ranks, size, replace=False).tolist()
-        if waits and rng.random() < 0.4:
-            root, *others = members
-            first = add(root, last[root], int(rng.integers(0, 30)))
-            last[root] = [first]
-            for rank in others:
-                row = add(rank, last[rank], int(rng.integers(0, 30)))
-                wait_for[row] = [first]
-                last[rank] = [row]
-            continue
-        number = len(sizes)
-        sizes.append(size)
-        for rank in members:
-            row = add(rank, last[rank], int(rng.integers(0, 30)), number)
-            waited = rng.random() < 0.7
-            last[rank] = [row] if waited else [*last[rank][:1], row]
-    order = np.lexsort((np.arange(len(rank_of)), rank_of))
-    place = np.argsort(order)
-    graph = Graph.from_lists(
-        [durations[i] for i in order],
-        [[int(place[d]) for d in deps[i]] for i in order],
-        lags_ns=[lags[i] for i in order],
-        instances=[instances[i] for i in order],
-        instance_sizes=sizes,
-        releases_ns=[int(rng.integers(-20, 20)) if not deps[i] else -20 for i in order],
-        waits=[[int(place[w]) for w in wait_for[i]] for i in order] if waits else None,
+def job(steps: int, **options) -> pt.Trace:
+    steady = {"jitter": 0.0, "step_jitter": 0.0, "comm_jitter": 0.0, "moe_imbalance": 0.0}
+    spec = synth.JobSpec(
+        **{"pp": 2, "tp": 2, "dp": 2, "microbatches": 4, "layers_per_stage": 2, **options},
+        **steady,
+        end_spread_ns=0,
+        steps=steps,
     )
-    return graph, np.array(rank_of)[order]
+    return prismcalib.merge(synth.generate(spec)).trace
 
 
-def arrivals(graph: Graph, boundary: Boundary, mine: np.ndarray) -> list[tuple[int, int, int]]:
-    """(time, vertex, ready) of every arrival of a sandbox row, from a full propagation."""
-    full = graph.expanded
-    timing = propagate(full)
+def operations(trace: pt.Trace, sandbox: list[int]) -> list[tuple[int, OpKey, int, int]]:
+    """(arrival, key, rank, ready) of the communications of some ranks, in time order."""
+    rows = trace.collect().filter(pl.col("rank").is_in(sandbox) & pl.col("seq").is_not_null())
     found = []
-    for instance, vertex in boundary.vertex_of_instance.items():
-        rows = np.flatnonzero((full.instance == instance) & mine)
-        found += [(int(timing.start_ns[row]), vertex, int(timing.ready_ns[row])) for row in rows]
-    for row, vertex in boundary.vertex_of_event.items():
-        ours = [d for d in full.deps(row) if mine[d]]
-        lag = dict(zip(full.deps(row).tolist(), full.lags(row).tolist(), strict=True))
-        own = max((int(timing.end_ns[d]) + lag[int(d)] for d in ours), default=None)
-        release = int(full.release_ns[row])
-        own = release if own is None else max(own, release)
-        found.append((own, vertex, int(timing.ready_ns[row])))
+    for row in rows.iter_rows(named=True):
+        sender = receiver = -1
+        if row["kind"] in ("send", "recv"):
+            ends = (row["rank"], row["peer"])
+            sender, receiver = ends if row["kind"] == "send" else ends[::-1]
+        key = OpKey(row["group"], row["seq"], sender, receiver)
+        found.append((row["start_ns"], key, row["rank"], row["start_ns"] + row["wait_ns"]))
     return sorted(found)
 
 
-def check(graph, ranks, sandbox: list[int], factors: list[float], **options) -> Boundary:
-    mine_rows = np.isin(ranks, sandbox)
-    boundary = compile_boundary(graph, mine_rows, **options)
-    full = graph.expanded
-    mine = (
-        np.concatenate([mine_rows, mine_rows[graph.arriving]]) if full is not graph else mine_rows
+def check(plan: Plan, trace: pt.Trace, sandbox: list[int]) -> int:
+    world = plan.world()
+    checked = 0
+    found = operations(trace, sandbox)
+    for time, key, rank, _ in found:
+        if world.is_boundary(key, rank):
+            world.arrived(key, rank, time - plan.boundary.origin_ns)
+    for _, key, rank, ready in found:
+        if world.is_boundary(key, rank):
+            assert world.ready_ns(key, rank) == ready - plan.boundary.origin_ns
+            checked += 1
+    return checked
+
+
+SHAPES = [
+    {},
+    {"pp": 4, "tp": 1, "dp": 2},
+    {"pp": 2, "schedule": "interleaved", "chunks": 2, "layers_per_stage": 4},
+    {"pp": 1, "tp": 2, "dp": 4, "ep": 2},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("sandbox", [[0], [1, 6], [4, 5, 6, 7]], ids=str)
+def test_known_operations_are_ready_when_they_were(shape, sandbox):
+    trace = job(2, **shape)
+    assert check(compile_plan(trace, sandbox), trace, sandbox) > 10
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_more_steps_than_recorded_repeat_the_last_one(shape):
+    short, long = job(3, **shape), job(7, **shape)
+    plan = compile_plan(short, [0, 3])
+    within = check(plan, short, [0, 3])
+    assert check(plan, long, [0, 3]) > 2 * within
+
+
+def test_a_file_keeps_everything(tmp_path):
+    trace = job(2)
+    plan = compile_plan(trace, [2, 3])
+    plan.write(tmp_path / "plan.parquet")
+    again = Plan.read(tmp_path / "plan.parquet")
+    assert again.groups == plan.groups
+    assert (again.sandbox, again.steps, again.period_ns) == (
+        plan.sandbox,
+        plan.steps,
+        plan.period_ns,
     )
-    for factor in factors:
-        # What sandbox rows really take is known when they run, not when the plan is made.
-        durations = np.where(mine_rows, (graph.duration_ns * factor).astype(np.int64), 0)
-        durations = np.where(mine_rows, durations, graph.duration_ns)
-        run = replace(graph, duration_ns=durations)
-        world = VirtualWorld(boundary, members_by_vertex(boundary, full, mine))
-        expected, given_ = {}, {}
-        for time, vertex, ready in arrivals(run, boundary, mine):
-            expected[vertex] = ready
-            for settled, at in world.arrived(vertex, time - boundary.origin_ns):
-                given_[settled] = at + boundary.origin_ns
-        assert given_ == expected
-    return boundary
+    assert again.operations.equals(plan.operations)
+    for name in ("kind", "owner", "edge_offsets", "edge_source", "edge_weight_ns"):
+        assert np.array_equal(getattr(again.boundary, name), getattr(plan.boundary, name))
+    assert check(again, trace, [2, 3]) > 10
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    st.integers(0, 2**32 - 1),
-    st.integers(2, 8),
-    st.integers(1, 120),
-    st.booleans(),
-    st.data(),
-)
-def test_random_jobs_and_sandboxes(seed, ranks, length, waits, data):
-    graph, rank_of = random_job(seed, ranks, length, waits=waits)
-    sandbox = data.draw(st.lists(st.integers(0, ranks - 1), min_size=1, unique=True))
-    check(graph, rank_of, sandbox, [1.0, 0.0, 3.7])
+def test_all_ranks_in_the_sandbox_leave_no_boundary(tmp_path):
+    plan = compile_plan(job(2), range(8))
+    assert plan.operations.is_empty()
+    plan.write(tmp_path / "plan.parquet")
+    assert Plan.read(tmp_path / "plan.parquet").operations.is_empty()
 
 
-def test_long_labels_become_junctions():
-    graph, rank_of = random_job(5, 40, 3000, waits=False)
-    boundary = check(graph, rank_of, [0, 1, 2, 3], [1.0, 2.0], longest_label=3)
-    assert (boundary.kind == VertexKind.JUNCTION).any()
-
-
-def test_a_wrong_weight_is_noticed():
-    """The check above can fail: most edges matter."""
-    graph, rank_of = random_job(7, 5, 60, waits=False)
-    boundary = compile_boundary(graph, rank_of == 0)
-    noticed = 0
-    for edge in range(boundary.edges):
-        weights = boundary.edge_weight_ns.copy()
-        weights[edge] += 10_000
-        wrong = replace(boundary, edge_weight_ns=weights)
-        world = VirtualWorld(wrong, members_by_vertex(wrong, graph, rank_of == 0))
-        for time, vertex, ready in arrivals(graph, wrong, rank_of == 0):
-            settled = dict(world.arrived(vertex, time - wrong.origin_ns))
-            noticed += vertex in settled and settled[vertex] + wrong.origin_ns != ready
-    assert noticed > boundary.edges // 2
-
-
-def test_too_many_arrivals_are_refused():
-    graph, rank_of = random_job(7, 5, 60, waits=False)
-    boundary = compile_boundary(graph, rank_of == 0)
-    world = VirtualWorld(boundary, members_by_vertex(boundary, graph, rank_of == 0))
-    vertex = next(iter(boundary.vertex_of_instance.values()))
-    world.arrived(vertex, 0)
-    with pytest.raises(PlanError, match="all its sandbox members already"):
-        world.arrived(vertex, 0)
-
-
-def test_a_dependency_across_the_border_without_communication_is_refused():
-    graph = Graph.from_lists([1, 2], [[], [0]])
-    with pytest.raises(PlanError, match="without a communication"):
-        compile_boundary(graph, np.array([True, False]))
-
-
-def test_a_pipeline_needs_few_edges_whatever_the_size_of_the_world():
-    edges = {}
-    for dp in (2, 8):
-        spec = synth.JobSpec(pp=4, tp=2, dp=dp, microbatches=8, layers_per_stage=2, steps=2)
-        trace = prismcalib.merge(synth.generate(spec)).trace
-        graph, rows = prismcalib.graph_from_trace(trace)
-        boundary = check(graph, rows["rank"].to_numpy(), [2, 3], [1.0, 1.3])
-        edges[dp] = boundary.edges
-    assert edges[8] <= 1.1 * edges[2]
+def test_what_is_refused(tmp_path):
+    recorded = synth.generate(synth.JobSpec(pp=2, tp=1, dp=1, microbatches=2, layers_per_stage=1))
+    with pytest.raises(PlanError, match="needs a calibrated trace"):
+        compile_plan(recorded, [0])
+    trace = job(1)
+    for ranks in ([], [8], [-1]):
+        with pytest.raises(PlanError, match="sandbox ranks"):
+            compile_plan(trace, ranks)
+    pt.write(trace, tmp_path / "trace.parquet")
+    with pytest.raises(PlanError, match="is no plan"):
+        Plan.read(tmp_path / "trace.parquet")
+    with pytest.raises(pt.TraceError):
+        Plan.read(tmp_path / "missing.parquet")
+    with pytest.raises(PlanError, match=r"no operation \[group=77 seq=0\]"):
+        compile_plan(trace, [0]).world().arrived(OpKey(77, 0), 0, 0)
