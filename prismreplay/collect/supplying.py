@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from prismreplay.runtime.operations import Op
+from prismreplay.errors import TensorRulesError
+from prismreplay.runtime.operations import Call, Op
 
-__all__ = ["FirstOf", "Supplier"]
+__all__ = ["AllOrNone", "FirstOf", "Supplier"]
 
 Tensor = Any
 """A torch.Tensor; torch carries no types that a strict checker accepts."""
@@ -51,3 +52,46 @@ class FirstOf:
             if answer is not None:
                 return answer
         return None
+
+
+class AllOrNone:
+    """Passes answers on as long as all members of an operation get one, or none of them does.
+
+    Otherwise those without would wait for ever. It keeps one entry per operation that not all
+    members have issued.
+    """
+
+    def __init__(self, supplier: Supplier) -> None:
+        self.supplier = supplier
+        # Operation -> first rank that issued it, whether it got an answer, members to come.
+        self._open: dict[tuple[object, ...], tuple[int, bool, int]] = {}
+
+    def supply(self, rank: int, op: Op, inputs: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
+        """See `Supplier.supply`.
+
+        Raises:
+            TensorRulesError: another member got an answer and this one does not, or vice versa.
+        """
+        answer = self.supplier.supply(rank, op, inputs)
+        if op.seq is not None:
+            self._note(rank, op, supplied=answer is not None)
+        return answer
+
+    def _note(self, rank: int, op: Op, *, supplied: bool) -> None:
+        p2p = op.call in (Call.SEND, Call.RECV)
+        ends = (rank, op.peer) if op.call is Call.SEND else (op.peer, rank)
+        key = (op.group.key, op.seq, *(ends if p2p else ()))
+        first, first_supplied, left = self._open.pop(
+            key, (rank, supplied, 2 if p2p else op.group.size)
+        )
+        if first_supplied != supplied:
+            lone, other = (rank, first) if supplied else (first, rank)
+            raise TensorRulesError(
+                f"rank {lone} is given the result of {op.call.value}, and rank {other} is not: "
+                "it would wait for ever",
+                where=f"group={op.group.name} seq={op.seq}",
+                hint="make the rule fit all members of the group, or none; shapes and bytes of an "
+                "uneven operation differ by rank",
+            )
+        if left > 1:
+            self._open[key] = (first, supplied, left - 1)
