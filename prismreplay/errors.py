@@ -6,7 +6,7 @@ ReplayError                  a run on this machine cannot start or went wrong
 ├── DeadlockError            ranks wait for what never comes
 ├── MismatchError            members of a group make communications that do not fit
 ├── HandoverError            no space for the tensors that ranks hand over
-├── StoreError               an operation on the key-value store failed
+├── UnsupportedOperationError  a communication, or a method of torch, that is not covered
 ├── TensorRulesError         rules that supply tensors are wrong, or contradict each other
 ├── TensorRecordingError     recorded tensors are damaged, missing, or of another job
 └── FoldError                replicas cannot stand for each other
@@ -86,7 +86,8 @@ class HandoverError(ReplayError):
     code = "hand-over"
 
 
-class StoreError(ReplayError):
-    """An operation on the run's key-value store failed or timed out."""
 
-    code = "store"
+class UnsupportedOperationError(ReplayError):
+    """A communication, or a method of torch's process groups, that is not covered."""
+
+    code = "unsupported-operation"

@@ -1,0 +1,649 @@
+"""The process group that a training program gets in place of torch's own.
+
+A Python subclass of `torch.distributed.ProcessGroup`. Python code calls its methods directly;
+C++ code (`DistributedDataParallel`'s reducer, functional collectives) reaches them through
+torch's trampoline. Both spellings of what torch 2.13 renamed are here. Every entry point becomes
+one `Op` with flat lists of tensors, is told to the observer and handed to the role. Methods of
+torch's class that mean nothing here raise an error that names them: nothing falls through to
+the C++ base class, which has no backend and may crash.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from prismreplay.errors import UnsupportedOperationError
+from prismreplay.runtime.futures import FutureQueue
+from prismreplay.runtime.operations import Call, Group, Op
+from prismreplay.runtime.payloads import calling_line, payload_bytes, plain, reduction, spec_of
+from prismreplay.runtime.roles import GraphObserver, Role
+from prismreplay.runtime.works import Batch, JointWork, PrismWork, RealBatch, RealDone
+
+__all__ = ["PrismProcessGroup", "VirtualBackend"]
+
+Tensor = Any
+Tensors = Sequence[Any]
+
+_batch_numbers = itertools.count()
+
+
+class VirtualBackend:
+    """What torch asks a group's backend about, where no backend exists."""
+
+    supports_splitting = True
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def __init__(self, name: str, options: Any = None) -> None:
+        self._name = name
+        self.options = options
+
+    def name(self) -> str:
+        """As the program asked for it."""
+        return self._name
+
+    def supports_tensor_alloc(self, device: Any) -> bool:  # noqa: ARG002
+        """False: no memory of its own."""
+        return False
+
+    def perform_nocolor_split(self, device: Any) -> None:
+        """A split that this rank takes no part in; nothing to do."""
+
+    def eager_connect_single_device(self, device: Any = None) -> None:
+        """Nothing to connect."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to number."""
+
+    def _set_default_timeout(self, timeout: Any) -> None:
+        """Nothing waits."""
+
+
+class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
+    """A group of ranks whose communications go to the run's role.
+
+    Args:
+        group: its name and members, as this rank holds them.
+        role: what becomes of communications.
+        observer: is told of them, in program order.
+        futures: of this process.
+        store: the group's key-value store.
+        backends: backend asked for, by device type, such as ``{"cuda": "nccl"}``.
+        real: torch's own group of the same ranks, when the role wants real groups.
+        options: backend options that the program passed.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        role: Role,
+        observer: GraphObserver,
+        futures: FutureQueue,
+        store: Any,
+        backends: dict[str, str],
+        *,
+        real: Any = None,
+        options: Any = None,
+    ) -> None:
+        super().__init__(group.rank, group.size)
+        self.group = group
+        self.backends = backends
+        self.real = real
+        self._role = role
+        self._observer = observer
+        self._futures = futures
+        self._store = store
+        self._options = options
+        self._bound_device: Any = None
+        self._collectives = itertools.count()
+        self._messages: dict[tuple[int, int, int], int] = {}
+        self._batch: Batch | None = None
+        self._wants_sites = bool(getattr(role, "wants_sites", False))
+        role.join(group)
+        observer.joined(group)
+
+    # ---- identity -------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self.group.rank
+
+    def size(self) -> int:
+        """Number of members."""
+        return self.group.size
+
+    getRank, getSize = rank, size  # noqa: N815  C++ names
+
+    def name(self) -> str:
+        """The backend, as the program asked for it."""
+        return self.group.backend
+
+    _get_backend_name = name
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """For C++ code, which would cast a backend called "gloo" to its own class."""
+        return "prismreplay"
+
+    @property
+    def group_name(self) -> str:
+        """What torch calls the group."""
+        return self.group.name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for, as its maker put it."""
+        return self.group.desc
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """As `group_name`, for C++."""
+        return self.group.name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """As `group_desc`, for C++."""
+        return self.group.desc
+
+    def _set_group_name(self, name: str) -> None:
+        """Its name was given when it was made."""
+
+    def _set_group_desc(self, desc: str) -> None:
+        self.group.desc = desc
+
+    setGroupName, setGroupDesc = _set_group_name, _set_group_desc  # noqa: N815
+
+    def get_group_store(self) -> Any:
+        """The group's key-value store."""
+        return self._store
+
+    @property
+    def bound_device_id(self) -> Any:
+        """The device that the program bound the group to, if it did."""
+        return self._bound_device if self.real is None else self.real.bound_device_id
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: Any) -> None:
+        self._bound_device = device
+        if self.real is not None:
+            self.real.bound_device_id = device
+
+    @property
+    def _device_types(self) -> list[Any]:
+        if self.real is not None:
+            return list(self.real._device_types)  # noqa: SLF001
+        return [torch.device(name) for name in self.backends]
+
+    def backend_for(self, device_type: str) -> str:
+        """The backend that serves tensors of a device type, as the program asked for it."""
+        return self.backends.get(device_type) or next(iter(self.backends.values()))
+
+    def _get_backend(self, device: Any) -> Any:
+        if self.real is not None:
+            return self.real._get_backend(torch.device(device))  # noqa: SLF001
+        return VirtualBackend(self.backend_for(torch.device(device).type), self._options)
+
+    # ---- administration -------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """The group is not used any more."""
+        if self.real is not None:
+            self.real.shutdown()
+
+    def abort(self) -> None:
+        """As `shutdown`, without waiting for anything."""
+        if self.real is not None:
+            self.real.abort()
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Time limits are the run's affair, except on a real backend."""
+        if self.real is not None:
+            self.real.set_timeout(timeout)
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Numbers start at 0 on every member."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return int(repr(self._collectives).removeprefix("count(").removesuffix(")"))
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        """No hooks, hence nothing is pending."""
+
+    def _enable_collectives_timing(self) -> None:
+        """Timing is the observer's affair."""
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: Any = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> PrismProcessGroup | None:
+        """The group of some members, given by their ranks in this one; None for all others.
+
+        All members call it, each with the ranks of the part that it will be in.
+        """
+        real = None
+        if self.real is not None:
+            more = {} if device_types is None else {"device_types": device_types}
+            real = self.real.split_group(
+                list(new_ranks), timeout, opts, group_name, group_desc, **more
+            )
+        if self.group.rank not in new_ranks:
+            return None
+        ranks = tuple(self.group.ranks[rank] for rank in new_ranks)
+        name = group_name or f"{self.group.name}:split:{','.join(map(str, ranks))}"
+        types = None if device_types is None else {torch.device(each).type for each in device_types}
+        return PrismProcessGroup(
+            Group(
+                name=name,
+                ranks=ranks,
+                rank=ranks.index(self.group.global_rank),
+                backend=self.group.backend,
+                generation=self.group.generation,
+                desc=group_desc or f"{self.group.desc}:split",
+            ),
+            self._role,
+            self._observer,
+            self._futures,
+            torch.distributed.PrefixStore(f"{name}/", self._store) if real is None else self._store,
+            {kind: name for kind, name in self.backends.items() if types is None or kind in types},
+            real=real,
+            options=opts,
+        )
+
+    # ---- issuing --------------------------------------------------------------------------
+
+    def _on_real(self, method: str, *arguments: Any) -> Callable[[], Any]:
+        """The program's call on the real backend, for roles that perform it there."""
+        if self.real is None:
+            return _no_real_group
+        perform = partial(getattr(self.real, method), *arguments)
+        if self._batch is None or self._batch.real is None:
+            return perform
+        joint = self._batch.real
+
+        def launch() -> Any:
+            perform()
+            return joint
+
+        return launch
+
+    def _issue(
+        self,
+        call: Call,
+        inputs: Tensors,
+        outputs: Tensors,
+        perform: Callable[[], Any],
+        *,
+        peer: int | None = None,
+        tag: int = 0,
+        root: int | None = None,
+        op: Any = None,
+        splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    ) -> PrismWork:
+        """Number and describe a communication, tell the observer, hand it to the role."""
+        group = self.group
+        shapes_in = tuple([spec_of(tensor) for tensor in inputs])
+        shapes_out = (
+            shapes_in if inputs is outputs else tuple([spec_of(tensor) for tensor in outputs])
+        )
+        reduce_op, factor = (None, None) if op is None else reduction(op)
+        specs = shapes_in or shapes_out
+        described = Op(
+            call=call,
+            group=group,
+            seq=self._number(call, peer, tag),
+            inputs=shapes_in,
+            outputs=shapes_out,
+            payload_bytes=payload_bytes(call, group.size, shapes_in, shapes_out),
+            dtype=specs[0].dtype if specs else None,
+            root=None if root is None else group.ranks[root],
+            peer=None if peer is None else group.ranks[peer],
+            tag=tag,
+            reduce_op=reduce_op,
+            premul_factor=factor,
+            input_splits=tuple(splits[1]),
+            output_splits=tuple(splits[0]),
+            batch=None if self._batch is None else self._batch.number,
+            site=calling_line() if self._wants_sites else "",
+        )
+        token = self._observer.issued(described)
+        pending = self._role.submit(described, inputs, outputs, perform)
+        work = PrismWork(
+            described, pending, token, self._observer, outputs, self._futures, self._batch
+        )
+        if self._batch is not None:
+            self._batch.works.append(work)
+        return work
+
+    def _number(self, call: Call, peer: int | None, tag: int) -> int | None:
+        if call is not Call.SEND and call is not Call.RECV:
+            return next(self._collectives)
+        if peer is None:
+            return None
+        here = self.group.rank
+        pair = (here, peer, tag) if call is Call.SEND else (peer, here, tag)
+        count = self._messages.get(pair, 0)
+        self._messages[pair] = count + 1
+        # Messages with different tags may overtake each other: each tag has numbers of its own.
+        return (tag << 32) + count
+
+    def _root_only(self, root: int, tensors: Tensors) -> Tensors:
+        return tensors if root == self.group.rank else ()
+
+    # ---- collectives ----------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> PrismWork:  # noqa: ARG002
+        """Reduce onto all; in place."""
+        tensors = _listed(tensors)
+        perform = self._on_real("allreduce", tensors, *_given(opts))
+        flat = [plain(tensor) for tensor in tensors]
+        return self._issue(Call.ALL_REDUCE, flat, flat, perform, op=_reduction_of(opts))
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> PrismWork:
+        """Reduce several tensors onto all in one operation; in place."""
+        perform = self._on_real("allreduce_coalesced", tensors, *_given(opts))
+        flat = [plain(tensor) for tensor in tensors]
+        return self._issue(Call.ALL_REDUCE, flat, flat, perform, op=_reduction_of(opts))
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> PrismWork:  # noqa: ARG002
+        """Copy the root's tensors to all."""
+        tensors = _listed(tensors)
+        root = _root_of(opts)
+        perform = self._on_real("broadcast", tensors, opts)
+        flat = [plain(tensor) for tensor in tensors]
+        sent = self._root_only(root, flat)
+        return self._issue(Call.BROADCAST, sent, flat, perform, root=root)
+
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
+    ) -> PrismWork:
+        """Reduce onto the root; in place there."""
+        given = (opts, op, timeout) if isinstance(opts, int) and op is not None else (opts,)
+        perform = self._on_real("reduce", tensors, *given)
+        flat = [plain(tensor) for tensor in _listed(tensors)]
+        root = _root_of(opts)
+        kept = self._root_only(root, flat)
+        how = _reduction_of(opts if op is None else op)
+        return self._issue(Call.REDUCE, flat, kept, perform, root=root, op=how)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> PrismWork:
+        """Every member's tensor to all, into lists."""
+        perform = self._on_real("allgather", outputs, inputs, *_given(opts))
+        lists = [outputs] if isinstance(inputs, torch.Tensor) else outputs
+        flat = [plain(tensor) for some in lists for tensor in some]
+        sent = [plain(tensor) for tensor in _listed(inputs)]
+        return self._issue(Call.ALL_GATHER, sent, flat, perform)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> PrismWork:
+        """Several all-gathers in one; outputs are lists by member, then by input."""
+        perform = self._on_real("allgather_coalesced", outputs, inputs, *_given(opts))
+        flat = [plain(some[index]) for index in range(len(inputs)) for some in outputs]
+        sent = [plain(tensor) for tensor in inputs]
+        return self._issue(Call.ALL_GATHER, sent, flat, perform)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> PrismWork:
+        """Every member's tensor to all, into one tensor."""
+        perform = self._on_real(_named("all_gather_single"), output, input, *_given(opts))
+        return self._issue(Call.ALL_GATHER_SINGLE, [plain(input)], [plain(output)], perform)
+
+    all_gather_single = _allgather_base
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> PrismWork:
+        """Several all-gathers into one tensor each, in one operation."""
+        method = _named("all_gather_single_coalesced")
+        perform = self._on_real(method, outputs, inputs, *_given(opts))
+        sent, got = [plain(tensor) for tensor in inputs], [plain(tensor) for tensor in outputs]
+        return self._issue(Call.ALL_GATHER_SINGLE, sent, got, perform)
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> PrismWork:
+        """Every member's tensor to the root."""
+        perform = self._on_real("gather", outputs, inputs, *_given(opts, timeout))
+        lists = [outputs] if isinstance(inputs, torch.Tensor) else outputs
+        root = _root_of(opts)
+        got = self._root_only(root, [plain(tensor) for some in lists for tensor in some])
+        sent = [plain(tensor) for tensor in _listed(inputs)]
+        return self._issue(Call.GATHER, sent, got, perform, root=root)
+
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> PrismWork:
+        """Every member's tensor to the root, into one tensor (torch >= 2.14)."""
+        perform = self._on_real("gather_single", output, input, opts)
+        root = _root_of(opts)
+        got = self._root_only(
+            root, _parts(plain(output), self.group.size) if output is not None else ()
+        )
+        return self._issue(Call.GATHER, [plain(input)], got, perform, root=root)
+
+    def scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> PrismWork:
+        """One tensor from the root to each member."""
+        perform = self._on_real("scatter", outputs, inputs, *_given(opts, timeout))
+        lists = [inputs] if isinstance(outputs, torch.Tensor) else inputs
+        root = _root_of(opts)
+        sent = self._root_only(root, [plain(tensor) for some in lists for tensor in some])
+        got = [plain(tensor) for tensor in _listed(outputs)]
+        return self._issue(Call.SCATTER, sent, got, perform, root=root)
+
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> PrismWork:
+        """Reduce lists of tensors; each member keeps one."""
+        perform = self._on_real("reduce_scatter", outputs, inputs, *_given(opts, timeout))
+        lists = [inputs] if isinstance(outputs, torch.Tensor) else inputs
+        sent = [plain(tensor) for some in lists for tensor in some]
+        got = [plain(tensor) for tensor in _listed(outputs)]
+        return self._issue(Call.REDUCE_SCATTER, sent, got, perform, op=_reduction_of(opts))
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> PrismWork:
+        """Reduce a tensor; each member keeps its part."""
+        perform = self._on_real(_named("reduce_scatter_single"), output, input, *_given(opts))
+        sent, got = [plain(input)], [plain(output)]
+        return self._issue(Call.REDUCE_SCATTER_SINGLE, sent, got, perform, op=_reduction_of(opts))
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> PrismWork:
+        """Several reduce-scatters in one operation."""
+        method = _named("reduce_scatter_single_coalesced")
+        perform = self._on_real(method, outputs, inputs, *_given(opts))
+        sent, got = [plain(tensor) for tensor in inputs], [plain(tensor) for tensor in outputs]
+        return self._issue(Call.REDUCE_SCATTER_SINGLE, sent, got, perform, op=_reduction_of(opts))
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def alltoall_base(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> PrismWork:
+        """Rows to every member and from every member; even unless splits are given."""
+        output_splits, input_splits = list(output_splits or ()), list(input_splits or ())
+        perform = self._on_real(
+            _named("all_to_all_single"), output, input, output_splits, input_splits, *_given(opts)
+        )
+        splits = (output_splits, input_splits)
+        return self._issue(
+            Call.ALL_TO_ALL_SINGLE, [plain(input)], [plain(output)], perform, splits=splits
+        )
+
+    all_to_all_single = alltoall_base
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> PrismWork:
+        """One tensor to every member and one from every member."""
+        perform = self._on_real("alltoall", outputs, inputs, *_given(opts))
+        sent, got = [plain(tensor) for tensor in inputs], [plain(tensor) for tensor in outputs]
+        return self._issue(Call.ALL_TO_ALL, sent, got, perform)
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> PrismWork:  # noqa: ARG002
+        """Nobody goes on before all are here."""
+        return self._issue(Call.BARRIER, (), (), self._on_real("barrier", *_given(opts)))
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names who is missing; in a run of ours that is the run's task."""
+        perform: Callable[[], Any] = _no_real_group
+        if self.real is not None:
+            checked = partial(self.real.monitored_barrier, timeout, wait_all_ranks)
+
+            def perform() -> Any:
+                checked()
+                return RealDone()
+
+        self._issue(Call.BARRIER, (), (), perform).wait()
+
+    # ---- point to point -------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> PrismWork:
+        """Send one tensor to a member."""
+        return self._message(Call.SEND, tensors, dst, tag, self._on_real("send", tensors, dst, tag))
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> PrismWork:
+        """Receive one tensor from a member."""
+        return self._message(Call.RECV, tensors, src, tag, self._on_real("recv", tensors, src, tag))
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> PrismWork:
+        """Receive one tensor from whoever sends one."""
+        perform = self._on_real("recv_anysource", tensors, tag)
+        return self._message(Call.RECV, tensors, None, tag, perform)
+
+    def _message(
+        self, call: Call, tensors: Tensors, peer: int | None, tag: int, perform: Callable[[], Any]
+    ) -> PrismWork:
+        flat = [plain(tensor) for tensor in tensors]
+        # NCCL has no tags: messages of a pair match in order, whatever their tags.
+        if self.backend_for(flat[0].device.type) == "nccl":
+            tag = 0
+        sent, got = (flat, ()) if call is Call.SEND else ((), flat)
+        return self._issue(call, sent, got, perform, peer=peer, tag=tag)
+
+    # ---- batches --------------------------------------------------------------------------
+
+    @contextmanager
+    def batched(self, device: Any) -> Iterator[Batch]:
+        """Operations issued inside are one launch."""
+        if self._batch is not None:
+            raise UnsupportedOperationError(
+                "a coalesced launch within another one", where=f"group={self.group.name}"
+            )
+        coalesces = self.real is not None and self._get_backend(device).supports_coalescing
+        batch = self._batch = Batch(next(_batch_numbers), RealBatch() if coalesces else None)
+        try:
+            if batch.real is not None:
+                self.real._start_coalescing(device)  # noqa: SLF001
+            yield batch
+            if batch.real is not None:
+                batch.real.work = self.real._end_coalescing(device)  # noqa: SLF001
+        finally:
+            self._batch, batch.open = None, False
+
+    def joined(self, batch: Batch) -> JointWork:
+        """One handle for all operations of a batch."""
+        return JointWork(batch.works, self._futures)
+
+    def _start_coalescing(self, device: Any) -> None:
+        self._open_batch = self.batched(device)
+        self._open_batch.__enter__()
+
+    def _end_coalescing(self, device: Any) -> JointWork:  # noqa: ARG002
+        batch = self._batch
+        if batch is None:
+            message = "no coalesced launch is open"
+            raise RuntimeError(message)
+        self._open_batch.__exit__(None, None, None)
+        return self.joined(batch)
+
+
+def _no_real_group() -> Any:
+    message = "this role did not ask for real groups"
+    raise RuntimeError(message)
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _given(*arguments: Any) -> tuple[Any, ...]:
+    return tuple(argument for argument in arguments if argument is not None)
+
+
+def _root_of(opts: Any) -> int:
+    """Root of an options object, or the root itself."""
+    if opts is None:
+        return 0
+    return int(opts if isinstance(opts, int) else opts.rootRank)
+
+
+def _reduction_of(opts: Any) -> Any:
+    """Reduction of an options object, or the reduction itself; a sum when nothing is said."""
+    if opts is None:
+        return torch.distributed.ReduceOp.SUM
+    return getattr(opts, "reduceOp", opts)
+
+
+def _parts(tensor: Tensor, count: int) -> list[Tensor]:
+    return list(tensor.view(-1).chunk(count))
+
+
+# Older name of each method that torch 2.13 renamed.
+_OLD_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+
+
+def _named(method: str) -> str:
+    """What the torch that is installed calls it."""
+    return method if hasattr(ProcessGroup, method) else _OLD_NAMES[method]
+
+
+# What may stay as torch has it: it works without a backend.
+_INHERITED = frozenset({"boxed", "unbox", "use_pg_for_symm_mem_rendezvous"})
+
+
+def _refusal(method: str) -> Callable[..., Any]:
+    def refuse(self: PrismProcessGroup, *_arguments: Any, **_keywords: Any) -> Any:
+        raise UnsupportedOperationError(
+            f"ProcessGroup.{method}",
+            where=f"group={self.group.name}",
+            hint="docs/reference/communication.md lists what is covered",
+        )
+
+    refuse.__name__ = method
+    return refuse
+
+
+for _method in dir(ProcessGroup):
+    if (
+        not _method.startswith("__")
+        and _method not in _INHERITED
+        and _method != "_pybind11_conduit_v1_"
+        and _method not in vars(PrismProcessGroup)
+        and callable(getattr(ProcessGroup, _method))
+        and not isinstance(getattr(ProcessGroup, _method), type)
+    ):
+        setattr(PrismProcessGroup, _method, _refusal(_method))

@@ -1,0 +1,208 @@
+"""Handles of communications as the program sees them: `torch.distributed.Work`.
+
+torch's C++ code reaches `wait` and `get_future` of these through its own trampoline; everything
+else is called from Python only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Work
+
+from prismreplay.runtime.futures import FutureQueue, PendingFuture
+from prismreplay.runtime.operations import Op
+from prismreplay.runtime.roles import GraphObserver, Pending
+
+__all__ = ["Batch", "JointWork", "PrismWork", "RealBatch", "RealDone"]
+
+Tensor = Any
+NO_TIMEOUT = timedelta(0)
+
+
+class Batch:
+    """Operations launched together; while it is open, waiting for one of them does nothing.
+
+    That is how NCCL behaves: inside its coalescing block nothing has been launched yet.
+    """
+
+    __slots__ = ("number", "open", "real", "works")
+
+    def __init__(self, number: int, real: RealBatch | None = None) -> None:
+        self.number = number
+        self.open = True
+        self.works: list[Any] = []
+        self.real = real
+
+
+class PrismWork(Work):  # type: ignore[misc]
+    """One communication that was handed to the run's role."""
+
+    def __init__(
+        self,
+        op: Op,
+        pending: Pending,
+        token: int,
+        observer: GraphObserver,
+        outputs: Sequence[Tensor],
+        futures: FutureQueue,
+        batch: Batch | None = None,
+    ) -> None:
+        super().__init__()
+        self.op = op
+        self._pending = pending
+        self._token = token
+        self._observer = observer
+        self._outputs = outputs
+        self._futures = futures
+        self._batch = batch
+        self._finished = False
+        self._failure: BaseException | None = None
+        self._future: PendingFuture | None = None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:  # noqa: ARG002  the run decides
+        """Block until the outputs are filled in."""
+        if not self._finished and (self._batch is None or not self._batch.open):
+            self._finish()
+        return True
+
+    def _finish(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._observer.waiting(self._token)
+        try:
+            self._pending.wait()
+        except BaseException as failure:
+            self._failure = failure
+            raise
+        self._finished = True
+        source = self._pending.source if self.op.peer is None else None
+        self._observer.waited(self._token, source)
+        if self._future is not None:
+            self._future.complete(list(self._outputs))
+
+    def synchronize(self) -> None:
+        """As `wait`: torch has the current stream wait here."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """True once the outputs are there; asking counts as waiting when they are."""
+        if not self._finished and self._failure is None and self._pending.done():
+            self.wait()
+        return self._finished
+
+    def is_success(self) -> bool:
+        """True when it has completed without an error."""
+        return self._finished
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, if anything did."""
+        return self._failure
+
+    def result(self) -> list[Tensor]:
+        """The output tensors."""
+        self.wait()
+        return list(self._outputs)
+
+    def source_rank(self) -> int:
+        """Rank within the group that a receive came from, once it is complete."""
+        source = self.op.peer if self.op.peer is not None else self._pending.source
+        if source is None:
+            message = "the sender is known once the receive is complete"
+            raise RuntimeError(message)
+        return self.op.group.ranks.index(source)
+
+    _source_rank = source_rank
+
+    def get_future(self) -> PendingFuture:
+        """A future of the output tensors; it does not make anyone wait by being asked for."""
+        if self._future is None:
+            self._future = PendingFuture(self.wait, self._outputs, ready=self.is_completed)
+            if self._finished:
+                self._future.complete(list(self._outputs))
+            else:
+                self._futures.hand_out(self._future)
+        return self._future
+
+
+class JointWork(Work):  # type: ignore[misc]
+    """Several communications that are waited for as one."""
+
+    def __init__(self, works: Sequence[Any], futures: FutureQueue) -> None:
+        super().__init__()
+        self._works = tuple(works)
+        self._futures = futures
+        self._future: PendingFuture | None = None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:  # noqa: ARG002
+        """Wait for all of them, in the order of their launch."""
+        for work in self._works:
+            work.wait()
+        if self._future is not None:
+            self._future.complete(self.result())
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """True when all of them are."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """True when all of them have completed without an error."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """The first error, if any."""
+        return next((error for work in self._works if (error := work.exception())), None)
+
+    def result(self) -> list[Tensor]:
+        """All output tensors, in the order of the launch."""
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> PendingFuture:
+        """A future of all output tensors."""
+        if self._future is None:
+            outputs = [tensor for work in self._works for tensor in work._outputs]  # noqa: SLF001
+            self._future = PendingFuture(self.wait, outputs, ready=self.is_completed)
+            self._futures.hand_out(self._future)
+        return self._future
+
+
+class RealBatch:
+    """Stands for each operation of a batch on the real backend, which gives one Work for all."""
+
+    def __init__(self) -> None:
+        self.work: Any = None
+
+    def wait(self) -> bool:
+        """Wait for the whole batch."""
+        return self.work is None or bool(self.work.wait())
+
+    def is_completed(self) -> bool:
+        """True when the whole batch is complete."""
+        return self.work is None or bool(self.work.is_completed())
+
+
+class RealDone:
+    """Result of an operation that the real backend performs at once (`monitored_barrier`)."""
+
+    def wait(self) -> bool:
+        """Nothing is left to wait for."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
