@@ -103,6 +103,7 @@ class SpanWriter:
                 **(facts or {}),
             }
         )
+        self.background = background
         self._chunks: queue.Queue[list[Any] | None] | None = None
         self._write_frame(self._take())
         self._thread: threading.Thread | None = None
@@ -217,13 +218,17 @@ class SpanWriter:
     def group(self, name: str, ranks: Iterable[int], *, desc: str = "") -> int:
         """Declare a process group of which this rank is a member; returns its number.
 
-        Global `ranks` in group-rank order. Declared again it replaces what was said before.
+        Global `ranks` in group-rank order.
         """
         with self._lock:
             number = self._groups.setdefault(name, len(self._groups))
         text = format_ranks(list(ranks))
         self.add_fact({"group": number, "name": name, "desc": desc, "ranks": text})
         return number
+
+    def describe_group(self, number: int, desc: str) -> None:
+        """Say later what a group is for."""
+        self.add_fact({"group": number, "desc": desc})
 
     def stream(self, label: str, *, group: int | None = None) -> int:
         """Declare a stream; returns its number.

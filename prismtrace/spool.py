@@ -106,7 +106,7 @@ class Spool:
 
     def _learn(self, fact: dict[str, Any]) -> None:
         if "group" in fact:
-            self.groups[fact["group"]] = fact
+            self.groups.setdefault(fact["group"], {}).update(fact)
         elif "stream" in fact:
             self.streams[fact["stream"]] = fact
         elif fact.get("ended"):

@@ -39,10 +39,9 @@ def rank_rows(spool: Spool, counts: Counter[str]) -> pl.DataFrame:
             _lists(name, values, where) if name == "deps" else _series(name, values, where)
         )
     frame = pl.DataFrame(series)
-    steps_from = spool.facts.get("steps_from")
-    if steps_from is not None:
-        own = pl.when(pl.col("index") >= steps_from).then(pl.col("step"))
-        frame = frame.with_columns(step=own)
+    first, last = spool.facts.get("steps_from", 0), spool.facts.get("steps_until", frame.height)
+    of_step = pl.col("index").is_between(first, last, closed="left")
+    frame = frame.with_columns(step=pl.when(of_step).then(pl.col("step")))
     unfinished = pl.col("start_ns").is_not_null() & pl.col("dur_ns").is_null()
     counts["unfinished-communication"] += frame.select(unfinished.sum()).item()
     frame = frame.with_columns(

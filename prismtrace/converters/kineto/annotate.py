@@ -10,6 +10,7 @@ from functools import cache
 
 import polars as pl
 
+from prismtrace.annotation_names import phase_in_name
 from prismtrace.converters.kineto.issued import IssuedOps
 from prismtrace.converters.kineto.reader import KinetoFile
 from prismtrace.errors import StepError
@@ -19,13 +20,6 @@ __all__ = ["annotate", "step_pattern", "step_ranges"]
 
 _PROFILER_STEP = r"^ProfilerStep#(\d+)$"
 _BACKWARD_OP = "autograd::engine::evaluate_function"
-# Ranges that people and torch write around the parts of a step.
-_PHASES = (
-    (re.compile(r"^Optimizer\.step|\boptimizer(_step)?\b", re.IGNORECASE), Phase.OPTIMIZER),
-    (re.compile(r"\bbackward\b", re.IGNORECASE), Phase.BACKWARD),
-    (re.compile(r"\bforward\b", re.IGNORECASE), Phase.FORWARD),
-)
-
 _DIGITS = 19  # of a number that may be a step's
 
 Range = tuple[int, int, int]
@@ -162,7 +156,7 @@ def _phase_ranges(file: KinetoFile) -> dict[int | None, list[PhaseRange]]:
 def _phase_of(name: str) -> Phase | None:
     if name.startswith(_BACKWARD_OP):
         return Phase.BACKWARD
-    return next((phase for rule, phase in _PHASES if rule.search(name)), None)
+    return phase_in_name(name)
 
 
 def _annotate_phases(

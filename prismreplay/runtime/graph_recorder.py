@@ -1,0 +1,276 @@
+"""From what a rank does, in program order, to the nodes of its graph. No torch in here.
+
+The process group and the hooks of `prismreplay.runtime.annotations` call a `GraphRecorder`; it
+hands rows to a `prismtrace.SpanWriter`. Collecting and recording use the same one, so their
+graphs can be compared: all structure follows from the order of events, never from times.
+
+Events cut the program into segments, each a node that computes: a communication is issued, a
+wait begins or ends, a step, microbatch, chunk or phase begins or ends. There is no segment
+
+- between issuing a communication and waiting for it when one call does both,
+- between the operations of a batch, nor between waits for operations of one batch.
+
+A communication depends on the segment before it and on what is ahead of it in its queue: each
+group has one for collectives and, for p2p, one for every partner and direction (an exchange in
+which both sides receive first would be a cycle otherwise). A segment depends on the segment
+before it and on all that was waited for since.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Hashable
+from pathlib import Path
+
+from prismreplay.runtime.operations import Call, Group, Op
+from prismreplay.runtime.program_position import Place, ProgramPosition
+from prismtrace.recorder import SpanWriter
+from prismtrace.spool import COMPUTE, NODE
+
+__all__ = ["GraphRecorder", "calling_frame"]
+
+_RUNTIME = str(Path(__file__).parent)
+_P2P = (Call.SEND, Call.RECV)
+
+
+def calling_frame() -> Hashable:
+    """Where in the program this thread is: equal for both halves of a call that blocks.
+
+    torch's Python functions issue and wait in one frame; its C++ code does both within one
+    instruction of the frame that called it.
+    """
+    frame = sys._getframe(2)  # noqa: SLF001  the only way to look at the caller
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_RUNTIME):
+        frame = frame.f_back
+    blocking = frame.f_code.co_filename.endswith("distributed_c10d.py")
+    return (id(frame), -1 if blocking else frame.f_lasti)
+
+
+class GraphRecorder:
+    """A `GraphObserver` that writes the nodes of one rank.
+
+    Events come from one thread at a time, except `completed`.
+
+    Args:
+        writer: of this rank.
+        clock: now, in ns, for a graph with times; None for a bare graph.
+        caller: see `calling_frame`.
+        in_backward: whether this thread is in a backward pass that no hook announced.
+
+    Attributes:
+        position: where the program is, for hooks to move.
+        latest: token and time of the operation that was issued last.
+    """
+
+    def __init__(
+        self,
+        writer: SpanWriter,
+        *,
+        clock: Callable[[], int] | None = None,
+        caller: Callable[[], Hashable] = calling_frame,
+        in_backward: Callable[[], bool] | None = None,
+    ) -> None:
+        self.position = ProgramPosition(
+            cut=self._cut,
+            in_backward=in_backward,
+            named=self._forget_steps,
+            step_over=self._step_over,
+        )
+        self.latest: tuple[int, int | None] = (-1, None)
+        self._writer = writer
+        self._clock = clock or _no_clock
+        self._caller = caller
+        self._next = 0
+        self._program = writer.stream("program")
+        self._segment: int | None = None
+        self._waited: list[int] = []
+        """What was waited for since the last segment ended."""
+        self._since = self._clock()
+        self._note: str | None = None
+        self._last: tuple[str, int, int | None, Hashable] = ("begin", -1, None, None)
+        """The last event: what, which node, its batch, where in the program."""
+        self._groups: dict[str, tuple[int, Group, str]] = {}
+        self._queues: dict[Hashable, _Queue] = {}
+        self._received: Counter[tuple[str, int, int]] = Counter()
+        self._from_anyone: dict[int, Op] = {}
+        self._batches: dict[int, int] = {}
+        self._first_of_step = 0
+        if clock is not None:
+            writer.add_fact({"queued": True})
+
+    # Communications -----------------------------------------------------------------------
+
+    def joined(self, group: Group) -> None:
+        """See `prismreplay.runtime.roles.GraphObserver`."""
+        name = group.name if group.generation == 0 else f"{group.name} ({group.generation})"
+        number = self._writer.group(name, group.ranks, desc=group.desc)
+        self._groups[group.key] = (number, group, group.desc)
+
+    def issued(self, op: Op) -> int:
+        """See `prismreplay.runtime.roles.GraphObserver`; the token is the node's index."""
+        now = self._clock()
+        what, _, batch, _ = self._last
+        if what != "issued" or op.batch is None or op.batch != batch:
+            self._end_segment(now)
+        index = self._number()
+        seq, peer = op.seq, op.root
+        if op.call in _P2P:
+            peer = op.peer
+            seq = self._number_received(op, index) if op.call is Call.RECV else seq
+        step, microbatch, chunk, phase = self.position.place_of(op)
+        stream, deps = self._enqueue(op, index)
+        self._writer.add(
+            (
+                NODE, index, op.kind.value, self.position.note, stream, op.batch,
+                step, microbatch, chunk, phase, self._groups[op.group.key][0], seq, peer,
+                op.payload_bytes, op.dtype, op.reduce_op, now, None, deps,
+            )
+        )  # fmt: skip
+        if op.batch is not None:
+            self._batches[index] = op.batch
+        self._last = ("issued", index, op.batch, self._caller())
+        self.latest = (index, now)
+        self._begin_segment(now)
+        return index
+
+    def waiting(self, token: int) -> None:
+        """See `prismreplay.runtime.roles.GraphObserver`."""
+        what, last, batch, where = self._last
+        if what == "issued" and last == token and where == self._caller():
+            return
+        if what == "waited" and batch is not None and batch == self._batches.get(token):
+            return
+        self._end_segment(self._clock())
+
+    def waited(self, token: int, source: int | None = None) -> None:
+        """See `prismreplay.runtime.roles.GraphObserver`."""
+        op = self._from_anyone.pop(token, None)
+        if op is not None and source is not None:
+            seq = self._next_received(op, source)
+            self._writer.amend(token, peer=source, seq=seq)
+        self._waited.append(token)
+        self._last = ("waited", token, self._batches.pop(token, None), None)
+        self._begin_segment(self._clock())
+
+    def completed(self, token: int, start_ns: int, end_ns: int) -> None:
+        """See `prismreplay.runtime.roles.GraphObserver`; any thread may call it."""
+        self._writer.timed(token, start_ns, end_ns)
+
+    def finish(self) -> None:
+        """The program is over: end its last segment and the spool."""
+        self._end_segment(self._clock())
+        for number, group, desc in self._groups.values():
+            if group.desc != desc:
+                self._writer.describe_group(number, desc=group.desc)
+        if self.position.uncertain:
+            # Counted, a step begins once an optimizer has stepped; after the last one it is none.
+            self._writer.add_fact({"steps_until": self._first_of_step})
+        self._writer.close()
+
+    # Segments -----------------------------------------------------------------------------
+
+    def _end_segment(self, now: int | None) -> None:
+        """The program does something: what it did since the last event is a node."""
+        self.position.settle()
+        self._add_segment(self.position.place(), now)
+
+    def _cut(self, place: Place) -> None:
+        """The program moves on from a place."""
+        now = self._clock()
+        self._add_segment(place, now)
+        self._last = ("moved", -1, None, None)
+        self._begin_segment(now)
+
+    def _begin_segment(self, now: int | None) -> None:
+        self._since = now
+        self._note = self.position.note
+
+    def _add_segment(self, place: Place, now: int | None) -> None:
+        index = self._number()
+        step, microbatch, chunk, phase = place
+        previous = [] if self._segment is None else [self._segment]
+        deps = [index - earlier for earlier in (*previous, *self._waited)]
+        duration = None if now is None or self._since is None else now - self._since
+        self._writer.add(
+            (
+                COMPUTE, index, self._note or phase, self._program, step, microbatch, chunk, phase,
+                self._since, duration, deps,
+            )
+        )  # fmt: skip
+        self._segment = index
+        self._waited.clear()
+
+    def _number(self) -> int:
+        index = self._next
+        self._next = index + 1
+        return index
+
+    def _forget_steps(self) -> None:
+        self._writer.add_fact({"steps_from": self._next})
+
+    def _step_over(self) -> None:
+        self._first_of_step = self._next
+        if not self._writer.background:
+            self._writer.flush()
+
+    # Queues -------------------------------------------------------------------------------
+
+    def _enqueue(self, op: Op, index: int) -> tuple[int, list[int]]:
+        """Stream of a communication, and distances back to what it depends on."""
+        key = (op.group.key, op.peer, op.call) if op.call in _P2P else op.group.key
+        queue = self._queues.get(key)
+        if queue is None:
+            number = self._groups[op.group.key][0]
+            stream = self._writer.stream(_label(op), group=number)
+            queue = self._queues[key] = _Queue(stream)
+        if op.batch is None or op.batch != queue.batch:
+            queue.ahead = queue.tail
+            queue.tail = []
+            queue.batch = op.batch
+        queue.tail.append(index)
+        earlier = queue.ahead if self._segment is None else [self._segment, *queue.ahead]
+        return queue.stream, [index - each for each in earlier]
+
+    def _number_received(self, op: Op, index: int) -> int | None:
+        """Number of a receive; one from anyone has none until its sender is known."""
+        if op.peer is None:
+            self._from_anyone[index] = op
+            return None
+        return self._next_received(op, op.peer)
+
+    def _next_received(self, op: Op, source: int) -> int:
+        key = (op.group.key, source, op.tag)
+        count = self._received[key]
+        self._received[key] = count + 1
+        return (op.tag << 32) + count
+
+
+class _Queue:
+    """Communications that run one after another.
+
+    `ahead` is what the next ones wait for; `tail` the last one, or those of the last batch.
+    """
+
+    __slots__ = ("ahead", "batch", "stream", "tail")
+
+    def __init__(self, stream: int) -> None:
+        self.stream = stream
+        self.ahead: list[int] = []
+        self.tail: list[int] = []
+        self.batch: int | None = None
+
+
+def _label(op: Op) -> str:
+    """What to call a queue, after its group: partners by their distance in the group."""
+    if op.call not in _P2P:
+        return ""
+    if op.peer is None:
+        return f"{op.call.value} from anyone"
+    size = op.group.size
+    distance = (op.group.ranks.index(op.peer) - op.group.rank) % size
+    return f"{op.call.value} {distance if distance <= size // 2 else distance - size:+d}"
+
+
+def _no_clock() -> None:
+    return None
