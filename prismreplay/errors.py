@@ -9,6 +9,7 @@ ReplayError                  a run on this machine cannot start or went wrong
 ├── UnsupportedOperationError  a communication, or a method of torch, that is not covered
 ├── TensorRulesError         rules that supply tensors are wrong, or contradict each other
 ├── TensorRecordingError     recorded tensors are damaged, missing, or of another job
+├── MockRouterError          shares of experts are impossible, or do not fit the routers
 └── FoldError                replicas cannot stand for each other
 """
 
@@ -16,7 +17,20 @@ from __future__ import annotations
 
 from prismtrace.errors import PrismError
 
-__all__ = ["PlanError", "ReplayError"]
+__all__ = [
+    "DeadlockError",
+    "FoldError",
+    "HandoverError",
+    "MismatchError",
+    "MockRouterError",
+    "PlanError",
+    "ProgramError",
+    "RankFailedError",
+    "ReplayError",
+    "TensorRecordingError",
+    "TensorRulesError",
+    "UnsupportedOperationError",
+]
 
 
 class ReplayError(PrismError):
@@ -56,9 +70,23 @@ class ProgramError(ReplayError):
 
 
 class RankFailedError(ReplayError):
-    """A rank raised, ended with an exit code, or was killed; the run ends with it."""
+    """A rank raised, ended with an exit code, or was killed; the run ends with it.
+
+    `report` is its traceback, or the end of what it printed.
+    """
 
     code = "rank-failed"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: str | None = None,
+        report: str = "",
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, where=where, hint=hint)
+        self.report = report
 
 
 class DeadlockError(ReplayError):
@@ -86,8 +114,13 @@ class HandoverError(ReplayError):
     code = "hand-over"
 
 
-
 class UnsupportedOperationError(ReplayError):
     """A communication, or a method of torch's process groups, that is not covered."""
 
     code = "unsupported-operation"
+
+
+class MockRouterError(ReplayError):
+    """A mock router's shares are impossible, or do not fit the program's routers."""
+
+    code = "mock-router"
