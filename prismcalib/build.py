@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from prismcalib.blocks import is_large
 from prismcalib.errors import CoverageError, MergeInputError, MissingMemberError
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.lists import lists_like, lists_of
-from prismcalib.rows import absent_text, groups_lacking, ranks_text
+from prismcalib.memory import require_memory
+from prismcalib.rows import absent_text, groups_lacking, in_order, ranks_text
 from prismcalib.waiting import WaitRules, apply_wait_rules, waiting_rows
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import TraceHeader, TraceKind
@@ -29,6 +31,7 @@ __all__ = [
     "require_all_ranks",
     "require_own_columns",
     "require_rows_of_ranks",
+    "require_table_memory",
     "require_timeline",
     "row_labels",
     "sorted_rows",
@@ -37,6 +40,9 @@ __all__ = [
 
 # Columns of our own that are computed with, where a trace has them.
 _OWN_COLUMNS = ("x_busy_ns", "x_observed_start_ns", "x_observed_dur_ns", "x_spread_ns")
+
+# A row of a table in memory, and of a graph made from it.
+_TABLE_BYTES = 350
 
 _CHECK_HINT = "run `prismtrace validate` on the trace: it lists every rule that is broken"
 
@@ -53,7 +59,9 @@ def graph_from_trace(trace: Trace, *, rules: WaitRules | None = None) -> tuple[G
             calibrated trace has rows without times.
         CoverageError: a calibrated trace lacks the rows of ranks that its header lists.
         CalibError: durations or lags are negative.
+        TooLargeError: the rows would not fit into memory.
     """
+    require_table_memory(trace)
     rows = sorted_rows(trace)
     if trace.header.kind == TraceKind.CALIBRATED:
         require_timeline(rows, trace)
@@ -79,6 +87,17 @@ def graph_from_trace(trace: Trace, *, rules: WaitRules | None = None) -> tuple[G
     )
 
 
+def require_table_memory(trace: Trace) -> None:
+    """Refuse to hold all rows of a trace, and a graph of them, where that would not fit.
+
+    Raises:
+        TooLargeError: it would not.
+    """
+    if is_large(trace):
+        rows = int(trace.nodes.select(pl.len()).collect().item())
+        require_memory(_TABLE_BYTES * rows, f"a table of {rows:,} operations and its graph")
+
+
 def sorted_rows(trace: Trace) -> pl.DataFrame:
     """The node table in memory, in (rank, index) order whatever the order of its files.
 
@@ -88,8 +107,7 @@ def sorted_rows(trace: Trace) -> pl.DataFrame:
     """
     require_own_columns(trace)
     rows = trace.collect()
-    rank, index = rows["rank"].to_numpy(), rows["index"].to_numpy()
-    if not ((rank[1:] > rank[:-1]) | ((rank[1:] == rank[:-1]) & (index[1:] > index[:-1]))).all():
+    if not in_order(rows["rank"].to_numpy(), rows["index"].to_numpy()):
         rows = rows.sort("rank", "index", maintain_order=True)
     if not rows.height:
         raise MergeInputError(

@@ -25,7 +25,7 @@ from prismcalib.errors import MergeInputError
 from prismcalib.graph import Graph, Int64Array
 from prismcalib.lists import lists_like, lists_of
 from prismcalib.propagation import Timing
-from prismcalib.rows import ABSENT, list_lengths, whole_rank_rows
+from prismcalib.rows import ABSENT, in_order, list_lengths, whole_rank_rows
 from prismcalib.steady import chain_steps
 from prismtrace.output import atomic_output
 from prismtrace.ranks import format_ranks
@@ -313,9 +313,7 @@ class Calibrated:
 
 
 def _ordered(table: pl.DataFrame) -> bool:
-    rank, index = table["rank"].to_numpy(), table["index"].to_numpy()
-    later = (rank[1:] > rank[:-1]) | ((rank[1:] == rank[:-1]) & (index[1:] > index[:-1]))
-    return bool(later.all())
+    return in_order(table["rank"].to_numpy(), table["index"].to_numpy())
 
 
 # Without wait_ns, the difference of dur_ns and transfer_ns: reading adds it.

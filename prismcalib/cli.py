@@ -42,9 +42,10 @@ def critical_path(
 
     Example: prismcalib critical-path aligned.parquet --limit 20
     """
+    from prismcalib.blocks import is_large
     from prismcalib.durations import format_ns
     from prismcalib.lateness import find_late_ranks
-    from prismcalib.paths import ShareColumn, calibrated_trace, is_large
+    from prismcalib.paths import ShareColumn, calibrated_trace
     from prismcalib.paths import critical_path as find_path
     from prismcalib.wording import idle_inside
 

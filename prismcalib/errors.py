@@ -11,6 +11,7 @@ CalibError
 ├── ComparisonError       two traces that cannot be compared
 ├── CommLogError          measured times of communications that cannot be read or used
 ├── CoarsenError          a trace that cannot be made coarser in the way asked for
+├── TooLargeError         more memory is needed than there is
 └── MergeInputError       slices that do not belong to one job
 """
 
@@ -31,6 +32,7 @@ __all__ = [
     "PredicateError",
     "ScenarioError",
     "StructureError",
+    "TooLargeError",
 ]
 
 
@@ -143,6 +145,12 @@ class CoarsenError(CalibError):
     """A trace cannot be made coarser: it has no common timeline yet, or is a part of a job."""
 
     code = "coarsen"
+
+
+class TooLargeError(CalibError):
+    """What was asked for needs more memory than there is."""
+
+    code = "too-large"
 
 
 class MergeInputError(CalibError):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from prismcalib.comm_costs import group_spread
 from prismcalib.graph import Graph, Int64Array
@@ -20,7 +21,9 @@ from prismcalib.propagation import propagate_batch
 from prismcalib.steps import StepModel
 from prismtrace.schema import P2P_KINDS, TraceHeader, TransferSource
 
-__all__ = ["EstimateRange", "estimate_range"]
+__all__ = ["EstimateRange", "duration_factors", "estimate_range", "path_shares", "scaled"]
+
+FloatArray = NDArray[np.float64]
 
 _DOUBT = {
     "source": pl.String,
@@ -66,8 +69,8 @@ def estimate_range(
     source = rows["transfer_source"].cast(pl.String)
     if not (source.drop_nulls() != TransferSource.MEASURED.value).any():
         return None
-    low, high, unknown = _factors(rows, header)
-    durations = np.stack([_scaled(graph, low), _scaled(graph, high)], axis=1)
+    low, high, unknown = duration_factors(rows, header)
+    durations = np.stack([scaled(graph.duration_ns, low), scaled(graph.duration_ns, high)], axis=1)
     model = StepModel.of(graph, rows, header)
     shortest, longest = model.typical_each(
         propagate_batch(model.graph, durations, steps=model.number)
@@ -75,18 +78,19 @@ def estimate_range(
     return EstimateRange(
         low_ns=round(shortest),
         high_ns=round(longest),
-        shares=_shares(path, pl.lit(value=True)),
-        unknown=_shares(path, pl.col("id").is_in(rows["id"].filter(unknown).implode())),
+        shares=path_shares(path, pl.lit(value=True)),
+        unknown=path_shares(path, pl.col("id").is_in(rows["id"].filter(unknown).implode())),
     )
 
 
-def _scaled(graph: Graph, factor: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Int64Array:
-    scaled: Int64Array = np.rint(graph.duration_ns * factor).astype(np.int64)
+def scaled(duration_ns: Int64Array, factor: FloatArray) -> Int64Array:
+    """int64[n], durations times their factor float64[n]."""
+    product: Int64Array = np.rint(duration_ns * factor).astype(np.int64)
     # Whole nanoseconds stay exact where nothing is in doubt.
-    return np.where(factor == 1, graph.duration_ns, scaled)
+    return np.where(factor == 1, duration_ns, product)
 
 
-def _factors(rows: pl.DataFrame, header: TraceHeader) -> tuple[Any, Any, pl.Series]:
+def duration_factors(rows: pl.DataFrame, header: TraceHeader) -> tuple[Any, Any, pl.Series]:
     """Factors on the duration of every row, and bool[n]: estimated, by how much is not said."""
     costs = header.extra.get("merge", {}).get("comm_costs") or {}
     doubts = pl.DataFrame(
@@ -119,7 +123,7 @@ def _factors(rows: pl.DataFrame, header: TraceHeader) -> tuple[Any, Any, pl.Seri
     return found["low"].fill_null(1.0).to_numpy(), found["high"].fill_null(1.0).to_numpy(), unknown
 
 
-def _shares(path: CriticalPath, chosen: pl.Expr) -> dict[str, float]:
+def path_shares(path: CriticalPath, chosen: pl.Expr) -> dict[str, float]:
     """Share of the path by source, of the chosen segments that were not measured."""
     parts = (
         path.segments.filter(chosen & (pl.col("transfer_source") != TransferSource.MEASURED.value))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from prismcalib.blocks import Layout
 from prismcalib.errors import MergeInputError
 from prismcalib.graph import Int32Array, Int64Array
 from prismtrace.trace import Trace
@@ -34,34 +35,28 @@ class Extent:
         return self.end_ns - self.begin_ns
 
 
-def extent_of(trace: Trace) -> Extent:
-    """Ranks, rows and window of a trace, from one streaming pass over three columns.
+def extent_of(trace: Trace, layout: Layout | None = None) -> Extent:
+    """Ranks, rows and window of a trace, from one pass over two columns.
+
+    Args:
+        trace: the trace.
+        layout: of the trace, if it is known already.
 
     Raises:
         MergeInputError: there are no rows, or rows lack times.
     """
-    sizes = (
-        trace.nodes.group_by("rank")
-        .agg(
-            rows=pl.len(),
-            begin=pl.col("start_ns").min(),
-            end=(pl.col("start_ns") + pl.col("dur_ns")).max(),
-            untimed=pl.col("start_ns").null_count() + pl.col("dur_ns").null_count(),
-        )
-        .sort("rank")
-        .collect(engine="streaming")
+    layout = layout or Layout.of(trace)
+    begin, last = pl.col("start_ns").min(), (pl.col("start_ns") + pl.col("dur_ns")).max()
+    untimed = pl.col("start_ns").null_count() + pl.col("dur_ns").null_count()
+    times = pl.concat(
+        block.nodes.select(begin=begin, end=last, untimed=untimed)
+        for block in layout.blocks(["start_ns", "dur_ns"])
     )
-    where = ", ".join(str(path) for path in trace.paths[:3]) or None
-    if not sizes.height or sizes["untimed"].sum():
+    if times["untimed"].sum():
         raise MergeInputError(
-            "rows without times" if sizes.height else "the trace has no rows",
-            where=where,
+            "rows without times",
+            where=", ".join(str(path) for path in trace.paths[:3]) or None,
             hint="run `prismcalib merge` again: a calibrated trace has the times of all rows",
         )
-    begin, end = sizes.select(pl.col("begin").min(), pl.col("end").max()).row(0)
-    return Extent(
-        ranks=sizes["rank"].to_numpy(),
-        rows=sizes["rows"].cast(pl.Int64).to_numpy(),
-        begin_ns=begin,
-        end_ns=end,
-    )
+    first, end = times.select(pl.col("begin").min(), pl.col("end").max()).row(0)
+    return Extent(ranks=layout.ranks, rows=layout.rows, begin_ns=first, end_ns=end)

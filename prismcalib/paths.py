@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from prismcalib.blocks import Layout, is_large
 from prismcalib.build import graph_from_trace, require_own_columns, require_rows_of_ranks
 from prismcalib.errors import MergeInputError
 from prismcalib.extent import extent_of
@@ -21,9 +22,6 @@ from prismtrace.schema import LOCAL_KINDS, TraceHeader, TraceKind
 from prismtrace.trace import Trace, open_trace
 
 __all__ = ["CriticalPath", "calibrated_trace", "critical_path", "cut_path", "stored_path"]
-
-# About 300 bytes a row as a graph in memory.
-LARGE_ROWS = 10_000_000
 
 ShareColumn = Literal["kind", "rank", "group", "phase", "step"]
 
@@ -110,21 +108,14 @@ def critical_path(
     return stored_path(graph, rows, trace.header)
 
 
-def is_large(trace: Trace) -> bool:
-    """Whether the rows of a trace are too many to hold as a graph."""
-    return int(trace.nodes.select(pl.len()).collect().item()) > LARGE_ROWS
-
-
 def _marked_path(trace: Trace) -> CriticalPath:
     """The same path from the rows that `merge` marked, without holding the trace."""
     from prismcalib.trail import marked_path  # cuts the path with this module's cut_path
 
-    extent = extent_of(trace)
+    layout = Layout.of(trace)
+    extent = extent_of(trace, layout)
     require_rows_of_ranks(set(extent.ranks.tolist()), trace)
-    marked = trace.nodes.filter("critical").collect(engine="streaming")
-    ends = pl.col("start_ns") + pl.col("dur_ns")
-    last = trace.nodes.filter(ends == extent.end_ns).collect(engine="streaming")
-    return marked_path(trace, extent, marked, last.sort("rank", "index").head(1))
+    return marked_path(layout, extent)
 
 
 def calibrated_trace(

@@ -9,6 +9,7 @@ from typing import Any
 
 import polars as pl
 
+from prismcalib.blocks import Layout, is_large
 from prismcalib.build import graph_from_trace
 from prismcalib.estimates import EstimateRange, estimate_range
 from prismcalib.paths import CriticalPath, calibrated_trace, inner_idle, stored_path
@@ -17,7 +18,7 @@ from prismcalib.step_times import counted_steps, step_table, typical_ns, warmup_
 from prismtrace.schema import LOCAL_KINDS, TraceHeader
 from prismtrace.trace import Trace
 
-__all__ = ["Prediction", "path_basis", "predict"]
+__all__ = ["Prediction", "path_basis", "predict", "rank_times"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +95,10 @@ def predict(
         MergeInputError: the trace is not calibrated.
     """
     trace = calibrated_trace(source)
+    if is_large(trace):
+        from prismcalib.block_prediction import predict_by_blocks
+
+        return predict_by_blocks(Layout.of(trace), draws)
     graph, rows = graph_from_trace(trace)
     path = stored_path(graph, rows, trace.header)
     nodes = rows.select(
@@ -110,7 +115,7 @@ def predict(
     return Prediction(
         window_ns=path.length_ns,
         steps=_steps(nodes, trace.header),
-        ranks=_ranks(nodes, path.length_ns),
+        ranks=rank_times(nodes, path.length_ns),
         basis=path_basis(path),
         spread=None
         if obstacle
@@ -132,7 +137,11 @@ def _steps(nodes: pl.DataFrame, header: TraceHeader) -> pl.DataFrame:
     return step_table(bounds, header, *whole.row(0))
 
 
-def _ranks(nodes: pl.DataFrame, window_ns: int) -> pl.DataFrame:
+def rank_times(nodes: pl.DataFrame, window_ns: int) -> pl.DataFrame:
+    """`Prediction.ranks`, from all rows of some ranks.
+
+    Columns of `nodes`: rank, kind, start_ns, end_ns, wait_ns, inner_idle_ns.
+    """
     local = pl.col("kind").cast(pl.String).is_in([kind.value for kind in LOCAL_KINDS])
     ready = pl.col("start_ns") + pl.col("wait_ns").fill_null(0)
     spans = {

@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from prismcalib.errors import MergeInputError
 from prismcalib.graph import Int32Array, Int64Array
+from prismtrace.beside import chosen_rows
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import P2P_KINDS, Kind, TraceHeader
 from prismtrace.trace import node_schema
 
 __all__ = [
     "ABSENT",
+    "COLUMNS",
     "FARTHEST_NS",
     "KINDS",
     "NODE_COLUMNS",
@@ -31,6 +33,7 @@ __all__ = [
     "absent_text",
     "check_times",
     "groups_lacking",
+    "in_order",
     "list_lengths",
     "list_values",
     "ranks_text",
@@ -166,14 +169,8 @@ def runs(values: NDArray[np.generic]) -> list[tuple[int, int]]:
 
 
 def whole_rank_rows(nodes: pl.LazyFrame, ranks: Sequence[int] | None) -> pl.LazyFrame:
-    """Rows of some ranks (None: all); a range first, since Parquet statistics prune on it."""
-    if ranks is None:
-        return nodes
-    rank = pl.col("rank")
-    nodes = nodes.filter(rank.is_between(min(ranks), max(ranks)))
-    if max(ranks) - min(ranks) + 1 > len(set(ranks)):
-        nodes = nodes.filter(rank.is_in(sorted(set(ranks))))
-    return nodes
+    """Rows of some ranks (None: all)."""
+    return nodes if ranks is None else chosen_rows(nodes, sorted(set(ranks)))
 
 
 def read_rows(
@@ -301,9 +298,15 @@ def list_values(lists: pl.Series, dtype: type[pl.DataType] = pl.Int64) -> NDArra
 
 
 def _sorted(table: pl.DataFrame) -> pl.DataFrame:
-    rank, index = table["rank"].to_numpy(), table["index"].to_numpy()
+    if in_order(table["rank"].to_numpy(), table["index"].to_numpy()):
+        return table
+    return table.sort("rank", "index", maintain_order=True)
+
+
+def in_order(rank: NDArray[Any], index: NDArray[Any]) -> bool:
+    """Whether rows are in (rank, index) order, none twice."""
     later = (rank[1:] > rank[:-1]) | ((rank[1:] == rank[:-1]) & (index[1:] > index[:-1]))
-    return table if later.all() else table.sort("rank", "index", maintain_order=True)
+    return bool(later.all())
 
 
 def _ints(table: pl.DataFrame, name: str, dtype: type[np.signedinteger]) -> NDArray:  # type: ignore[type-arg]

@@ -13,7 +13,7 @@ Opening reads no rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import polars as pl
 
+from prismtrace.beside import Part, chosen_rows
 from prismtrace.errors import (
     InputFileError,
     ValidationError,
@@ -111,12 +112,14 @@ class Trace:
     """A header and a lazily read node table, sorted by (rank, index).
 
     `nodes` always has every column of `node_schema`, filled with nulls where the files lack
-    a nullable one, followed by the extra columns (``x_…``).
+    a nullable one, followed by the extra columns (``x_…``).  `parts` are where its rows lie,
+    in order, if its columns lie in two files (`prismtrace.beside`).
     """
 
     header: TraceHeader
     nodes: pl.LazyFrame
     paths: tuple[Path, ...] = ()
+    parts: tuple[Part, ...] = ()
 
     @classmethod
     def open(cls, source: PathLike | Sequence[PathLike]) -> Trace:
@@ -131,7 +134,7 @@ class Trace:
     def ranks(self, ranks: Iterable[int]) -> Trace:
         """The same trace with the rows of some ranks only (pruned by Parquet statistics)."""
         wanted = sorted(set(ranks))
-        return replace(self, nodes=self.nodes.filter(pl.col("rank").is_in(wanted)))
+        return replace(self, nodes=self.nodes.filter(pl.col("rank").is_in(wanted)), parts=())
 
     def collect(self) -> pl.DataFrame:
         """All rows, in (rank, index) order; errors as in `prismtrace.reading.reading`."""
@@ -251,9 +254,12 @@ def open_trace(source: PathLike | Sequence[PathLike], *, exact: bool = True) -> 
                 where=f"{paths[0]} and {path}",
                 hint="open them one by one, or combine slices with `prismcalib merge`",
             )
-    frames = [scan_nodes(path, exact=exact) for path in paths]
+    files = [_scan(path, exact=exact) for path in paths]
+    if len(files) == 1:
+        ((nodes, parts),) = files
+        return Trace(header=headers[0], nodes=nodes, paths=tuple(paths), parts=parts)
     how: Literal["diagonal", "diagonal_relaxed"] = "diagonal" if exact else "diagonal_relaxed"
-    nodes = frames[0] if len(frames) == 1 else pl.concat(frames, how=how)
+    nodes = pl.concat([nodes for nodes, _ in files], how=how)
     return Trace(header=headers[0], nodes=nodes, paths=tuple(paths))
 
 
@@ -280,23 +286,36 @@ def scan_nodes(path: Path, *, exact: bool = True) -> pl.LazyFrame:
     A file may hold only some columns (a merge writes the computed ones).  It lists the files
     with the others; these are joined side by side, row by row.
     """
+    return _scan(path, exact=exact)[0]
+
+
+def _scan(path: Path, *, exact: bool = True) -> tuple[pl.LazyFrame, tuple[Part, ...]]:
+    """The node table of a file, and where its rows lie if it holds only some of the columns."""
     frame = pl.scan_parquet(path, glob=False)
     try:
         found = frame.collect_schema()
         beside = pl.read_parquet_metadata(path).get(BESIDE_KEY)
     except (OSError, pl.exceptions.PolarsError) as error:
         raise InputFileError("not a readable Parquet file", where=str(path)) from error
-    if beside is not None:
-        frame = _join_beside(frame, found, json.loads(beside), path)
-        found = frame.collect_schema()
-    return conform(frame, found, where=str(path), exact=exact)
+    if beside is None:
+        return conform(frame, found, where=str(path), exact=exact), ()
+
+    def join(sources: pl.LazyFrame, columns: pl.LazyFrame) -> pl.LazyFrame:
+        joined = _joined(sources, columns, found)
+        return conform(joined, joined.collect_schema(), where=str(path), exact=exact)
+
+    parts = [
+        Part(ranks, nodes, frame, join)
+        for ranks, nodes in _beside_files(found, json.loads(beside), path)
+    ]
+    chosen = [chosen_rows(part.source, part.ranks) for part in parts]
+    return join(pl.concat(chosen, how="diagonal"), frame), tuple(parts)
 
 
-def _join_beside(
-    frame: pl.LazyFrame, found: pl.Schema, beside: dict[str, Any], path: Path
-) -> pl.LazyFrame:
-    """Columns of `frame` instead of or next to those of the files listed, in the order listed."""
-    parts = []
+def _beside_files(
+    found: pl.Schema, beside: dict[str, Any], path: Path
+) -> Iterator[tuple[tuple[int, ...], pl.LazyFrame]]:
+    """Ranks to take from every file listed, and its rows without columns that were made anew."""
     for entry in beside["files"]:
         source = path.parent / entry["path"]
         nodes = scan_nodes(source)
@@ -306,18 +325,15 @@ def _join_beside(
                 where=str(path),
                 hint="merge again",
             )
-        ranks = parse_ranks(entry["ranks"])
-        chosen = nodes.filter(pl.col("rank").is_between(min(ranks), max(ranks)))
-        if max(ranks) - min(ranks) + 1 > len(ranks):
-            chosen = chosen.filter(pl.col("rank").is_in(list(ranks)))
-        kept = chosen.collect_schema().names()
+        kept = nodes.collect_schema().names()
         observed = {name: shown for name, shown in beside["observed"].items() if shown not in kept}
-        chosen = chosen.rename(observed).drop(
-            [name for name in found if name in kept], strict=False
-        )
-        parts.append(chosen)
-    joined = pl.concat([pl.concat(parts, how="diagonal"), frame], how="horizontal")
-    # What is quickly made from other columns is not stored.
+        doubled = [name for name in found if name in kept]
+        yield parse_ranks(entry["ranks"]), nodes.rename(observed).drop(doubled, strict=False)
+
+
+def _joined(sources: pl.LazyFrame, columns: pl.LazyFrame, found: pl.Schema) -> pl.LazyFrame:
+    """Both side by side, with what is quickly made from other columns and so is not stored."""
+    joined = pl.concat([sources, columns], how="horizontal")
     joined = joined.with_columns(wait_ns=pl.col("dur_ns") - pl.col("transfer_ns"))
     if GAP_COLUMN not in found:
         return joined

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from prismcalib.blocks import Layout
 from prismcalib.errors import MergeInputError
 from prismcalib.extent import Extent, extent_of
 from prismcalib.lateness import Lateness, find_late_ranks
@@ -179,9 +180,10 @@ def describe_run(
     """
     trace = calibrated_trace(source)
     header = trace.header
-    extent = extent_of(trace)
-    counted = scan(trace, extent, cells=cells, on_rows=on_rows)
-    path = marked_path(trace, extent, counted.critical, counted.last)
+    layout = Layout.of(trace)
+    extent = extent_of(trace, layout)
+    counted = scan(layout, extent, cells=cells, on_rows=on_rows)
+    path = marked_path(layout, extent)
     stage_of = pipeline_stages(header, counted.pairs)
     ranks = ranks_table(counted.ranks, path, stage_of)
     pipeline = None if stage_of is None else pipeline_of(stage_of, ranks, counted, extent)

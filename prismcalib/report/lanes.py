@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from prismcalib.blocks import Layout
 from prismcalib.paths import inner_idle
 from prismcalib.report.data import RunSummary
-from prismcalib.report.scan import rank_rows
 from prismtrace.trace import Trace
 
 __all__ = ["MOST_LANES", "MOST_STREAMS", "Lane", "choose_ranks", "read_lanes"]
@@ -85,16 +85,15 @@ def read_lanes(trace: Trace, summary: RunSummary, most_spans: int) -> list[Lane]
     """
     chosen = choose_ranks(summary.ranks)
     share = max(most_spans // max(len(chosen), 1), 1)
-    return [_lane(trace, summary, rank, why, share) for rank, why in chosen.items()]
+    layout = Layout.of(trace)
+    return [_lane(layout, summary, rank, why, share) for rank, why in chosen.items()]
 
 
-def _lane(trace: Trace, summary: RunSummary, rank: int, why: str, most: int) -> Lane:
-    names = trace.nodes.collect_schema().names()
-    spans = (
-        rank_rows(trace.nodes, rank, rank)
-        .select(*_COLUMNS, inner_idle_ns=inner_idle(names))
-        .with_columns(pl.col("start_ns") - summary.extent.begin_ns)
-        .collect()
+def _lane(layout: Layout, summary: RunSummary, rank: int, why: str, most: int) -> Lane:
+    number = int(np.searchsorted(layout.ranks, rank))
+    idle = inner_idle(layout.columns).alias("inner_idle_ns")
+    spans = layout.read(number, number + 1, [*_COLUMNS, idle]).with_columns(
+        pl.col("start_ns") - summary.extent.begin_ns
     )
     dropped = spans.clear()
     if spans.height > most:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
+from prismcalib.blocks import Block, Layout
 from prismcalib.extent import Extent
 from prismcalib.graph import Int64Array
 from prismcalib.paths import inner_idle
 from prismcalib.report.coverage import cover
 from prismcalib.report.grids import Grid, GridWriter, grid_shapes
 from prismtrace.schema import LOCAL_KINDS, P2P_KINDS
-from prismtrace.trace import Trace
 
-__all__ = ["MEMORY_BINS", "PARTS", "Scan", "rank_rows", "scan"]
+__all__ = ["MEMORY_BINS", "PARTS", "Scan", "scan"]
 
 PARTS = ("compute", "inner_idle", "transfer", "wait")
 """What a rank does at an instant, first that applies; `inner_idle` is a share of `compute` spans.
@@ -48,8 +48,6 @@ class Scan:
         sources: transfer_source, rows, transfer_ns, of matched communications.
         step_ends: step, start_ns (first), end_ns (last), microbatches and chunks (how many; null if not numbered).
         pairs: group, rank, peer: who sends to whom.
-        critical: the rows that the critical path reaches, all columns.
-        last: the row that ends last (lowest of several), all columns.
         virtual_rows: rows that no real rank measured.
         memory_bytes: int64[R, MEMORY_BINS], highest level in each bin; None if unknown.
         grids: what every rank does when.
@@ -62,20 +60,13 @@ class Scan:
     sources: pl.DataFrame
     step_ends: pl.DataFrame
     pairs: pl.DataFrame
-    critical: pl.DataFrame
-    last: pl.DataFrame
     virtual_rows: int
     memory_bytes: Int64Array | None
     grids: tuple[Grid, ...]
 
 
-def rank_rows(nodes: pl.LazyFrame, first: int, last: int) -> pl.LazyFrame:
-    """Rows of a range of ranks; Parquet statistics skip the rest of the file."""
-    return nodes.filter(pl.col("rank").is_between(first, last))
-
-
 def scan(
-    trace: Trace,
+    layout: Layout,
     extent: Extent,
     *,
     cells: int,
@@ -85,73 +76,51 @@ def scan(
     """Read every row once.
 
     Args:
-        trace: a calibrated trace.
+        layout: of a calibrated trace.
         extent: of that trace.
         cells: most cells of a grid.
         block_rows: rows in memory at a time, unless one rank has more.
         on_rows: is told how many more rows have been read.
     """
-    names = trace.nodes.collect_schema().names()
     shapes = grid_shapes(len(extent.ranks), cells)
     writers = [GridWriter(shape, len(extent.ranks), len(PARTS)) for shape in shapes]
     fold = _Fold(extent)
-    step = shapes[0].ranks_per_line
-    for first, last in _blocks(extent.rows, step, block_rows):
-        low, high = int(extent.ranks[first]), int(extent.ranks[last - 1])
-        rows = rank_rows(trace.nodes, low, high).with_columns(inner_idle_ns=inner_idle(names))
-        block = rows.select(_COLUMNS).collect()
-        lane = np.searchsorted(extent.ranks[first:last], block["rank"].to_numpy())
-        fold.add(block, _lanes(block, lane, last - first, extent, shapes[0].bins, writers, first))
-        fold.remember(first, block, lane)
-        if on_rows is not None:
-            on_rows(block.height)
-    critical = trace.nodes.filter("critical").collect(engine="streaming")
-    rank, start = fold.last_row
-    last_rows = rank_rows(trace.nodes, rank, rank).filter(pl.col("start_ns") == start)
-    ends = pl.col("start_ns") + pl.col("dur_ns")
-    return fold.result(
-        critical=critical,
-        last=last_rows.filter(ends == extent.end_ns).sort("index").head(1).collect(),
-        grids=tuple(writer.grid for writer in writers),
+    columns: list[str | pl.Expr] = [*_COLUMNS, inner_idle(layout.columns).alias("inner_idle_ns")]
+    blocks = layout.blocks(
+        columns,
+        block_rows=block_rows,
+        ranks_at_once=_BLOCK_RANKS,
+        step=shapes[0].ranks_per_line,
     )
+    for block in blocks:
+        nodes = block.nodes
+        lane = np.searchsorted(extent.ranks[block.first : block.last], nodes["rank"].to_numpy())
+        fold.add(nodes, _lanes(block, lane, extent, shapes[0].bins, writers))
+        fold.remember(block.first, nodes, lane)
+        if on_rows is not None:
+            on_rows(nodes.height)
+    return fold.result(grids=tuple(writer.grid for writer in writers))
 
 
 _COLUMNS = (
     "rank", "index", "kind", "group", "seq", "peer", "bytes", "step", "microbatch", "chunk",
     "phase", "start_ns", "dur_ns", "wait_ns", "transfer_ns", "transfer_source", "real",
-    "inner_idle_ns", "mem_bytes", "mem_peak_bytes",
+    "mem_bytes", "mem_peak_bytes",
 )  # fmt: skip
 
 
-def _blocks(rows: Int64Array, step: int, block_rows: int) -> Iterator[tuple[int, int]]:
-    """First and past-the-last rank number of blocks; whole lines of `step` ranks."""
-    first = count = 0
-    for line in range(0, len(rows), step):
-        added = int(rows[line : line + step].sum())
-        if count and (count + added > block_rows or line + step - first > _BLOCK_RANKS):
-            yield first, line
-            first, count = line, 0
-        count += added
-    yield first, len(rows)
-
-
 def _lanes(
-    block: pl.DataFrame,
-    lane: Int64Array,
-    lanes: int,
-    extent: Extent,
-    bins: int,
-    writers: list[GridWriter],
-    first: int,
+    block: Block, lane: Int64Array, extent: Extent, bins: int, writers: list[GridWriter]
 ) -> pl.DataFrame:
     """What each rank of a block does when: times per rank; cells go to the writers."""
+    nodes, lanes = block.nodes, block.last - block.first
     stride = extent.window_ns + 1
     base = lane * stride - extent.begin_ns
-    start = block["start_ns"].to_numpy() + base
-    end = start + block["dur_ns"].to_numpy()
-    ready = start + block["wait_ns"].fill_null(0).to_numpy()
-    local = block["kind"].cast(pl.String).is_in(LOCAL).to_numpy()
-    share = block["inner_idle_ns"].to_numpy() / np.maximum(block["dur_ns"].to_numpy(), 1)
+    start = nodes["start_ns"].to_numpy() + base
+    end = start + nodes["dur_ns"].to_numpy()
+    ready = start + nodes["wait_ns"].fill_null(0).to_numpy()
+    local = nodes["kind"].cast(pl.String).is_in(LOCAL).to_numpy()
+    share = nodes["inner_idle_ns"].to_numpy() / np.maximum(nodes["dur_ns"].to_numpy(), 1)
 
     edges = np.arange(lanes)[:, None] * stride + extent.window_ns * np.arange(bins + 1) // bins
     computing = cover(start[local], end[local], share[local])
@@ -163,14 +132,14 @@ def _lanes(
         raise AssertionError
     parts = np.stack([compute - idle, idle, busy - compute, spent - busy])
     for writer in writers:
-        writer.add(first, parts, extent.window_ns)
+        writer.add(block.first, parts, extent.window_ns)
     # Rounded so that the parts still add up to the window.
     idle_ns = np.rint(idle.sum(axis=1)).astype(np.int64)
     transfer = (busy - compute).sum(axis=1)
     spent_ns = spent.sum(axis=1)
     return pl.DataFrame(
         {
-            "rank": extent.ranks[first : first + lanes],
+            "rank": extent.ranks[block.first : block.last],
             "compute_ns": compute.sum(axis=1) - idle_ns,
             "inner_idle_ns": idle_ns,
             "transfer_ns": transfer,
@@ -189,8 +158,6 @@ class _Fold:
         self._tables: dict[str, list[pl.DataFrame]] = {}
         self._memory = np.full((len(extent.ranks), MEMORY_BINS), -1, np.int64)
         self._virtual = 0
-        self.last_row = (int(extent.ranks[0]), extent.begin_ns)
-        self._found = False
 
     def add(self, block: pl.DataFrame, times: pl.DataFrame) -> None:
         """Count a block; `times` are those of its ranks."""
@@ -236,10 +203,6 @@ class _Fold:
         for name, table in tables.items():
             self._tables.setdefault(name, []).append(table)
         self._virtual += int((~block["real"]).sum())
-        if not self._found:
-            ends = block.filter(end == self._extent.end_ns).sort("rank", "index").head(1)
-            for rank, start in ends.select("rank", "start_ns").rows():
-                self.last_row, self._found = (rank, start), True
 
     def remember(self, first: int, block: pl.DataFrame, lane: Int64Array) -> None:
         """Take the memory levels of a block whose first rank has number `first`."""
@@ -254,9 +217,7 @@ class _Fold:
         lanes, bins, levels = (known[name].to_numpy() for name in ("lane", "bin", "bytes"))
         np.maximum.at(self._memory, (first + lanes, bins), levels)
 
-    def result(
-        self, *, critical: pl.DataFrame, last: pl.DataFrame, grids: tuple[Grid, ...]
-    ) -> Scan:
+    def result(self, *, grids: tuple[Grid, ...]) -> Scan:
         """The sums over all blocks."""
         whole = {name: pl.concat(parts) for name, parts in self._tables.items()}
         sums = ("members", "unmatched", "wait_ns", "transfer_ns", "bytes")
@@ -274,8 +235,6 @@ class _Fold:
             .agg(pl.col("start_ns").min(), pl.col("end_ns", "microbatches", "chunks").max())
             .sort("step"),
             pairs=whole["pairs"].sort("group", "rank", "peer"),
-            critical=critical,
-            last=last,
             virtual_rows=self._virtual,
             memory_bytes=_filled(self._memory),
             grids=grids,

@@ -61,7 +61,7 @@ def test_a_trace_that_was_not_merged_is_refused(make_run):
 def test_large_traces_give_the_same_path(make_run, monkeypatch):
     trace = merge(make_run().trace).trace
     whole = critical_path(trace)
-    monkeypatch.setattr("prismcalib.paths.LARGE_ROWS", 0)
+    monkeypatch.setattr("prismcalib.blocks.LARGE_ROWS", 0)
     streamed = critical_path(trace)
     assert streamed.as_dict() == whole.as_dict()
     assert streamed.segments.equals(whole.segments)
@@ -69,7 +69,7 @@ def test_large_traces_give_the_same_path(make_run, monkeypatch):
 
 def test_large_traces_are_refused_like_others(make_run, monkeypatch):
     merged = merge(make_run().trace).trace
-    monkeypatch.setattr("prismcalib.paths.LARGE_ROWS", 0)
+    monkeypatch.setattr("prismcalib.blocks.LARGE_ROWS", 0)
     lacking = Trace(header=merged.header, nodes=merged.nodes.filter(pl.col("rank") != 1))
     with pytest.raises(CoverageError, match="no rows of ranks 1"):
         critical_path(lacking)

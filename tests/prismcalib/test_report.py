@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prismcalib import synth
+from prismcalib.blocks import Layout
 from prismcalib.errors import MergeInputError
 from prismcalib.extent import extent_of
 from prismcalib.merging import merge
@@ -127,18 +128,14 @@ def test_grids_stay_small(ranks):
 
 
 def test_path_from_marks_is_the_critical_path(calibrated):
-    extent = extent_of(calibrated)
-    counted = scan(calibrated, extent, cells=4096)
-    quick = marked_path(calibrated, extent, counted.critical, counted.last)
+    quick = marked_path(Layout.of(calibrated), extent_of(calibrated))
     whole = critical_path(calibrated)
     assert quick.segments.equals(whole.segments)
     assert quick.as_dict() == whole.as_dict()
 
 
 def test_path_of_real_ranks(megatron):
-    extent = extent_of(megatron)
-    counted = scan(megatron, extent, cells=4096)
-    quick = marked_path(megatron, extent, counted.critical, counted.last)
+    quick = marked_path(Layout.of(megatron), extent_of(megatron))
     assert quick.as_dict() == critical_path(megatron).as_dict()
 
 
@@ -169,8 +166,10 @@ def test_times_are_those_of_predict(calibrated):
 
 def test_blocks_do_not_matter(calibrated):
     extent = extent_of(calibrated)
-    one, many = (scan(calibrated, extent, cells=8192, block_rows=rows) for rows in (10**9, 1))
-    for name in ("ranks", "traffic", "late", "kinds", "sources", "step_ends", "pairs", "last"):
+    one, many = (
+        scan(Layout.of(calibrated), extent, cells=8192, block_rows=rows) for rows in (10**9, 1)
+    )
+    for name in ("ranks", "traffic", "late", "kinds", "sources", "step_ends", "pairs"):
         assert getattr(one, name).equals(getattr(many, name)), name
     for left, right in zip(one.grids, many.grids, strict=True):
         assert np.array_equal(left.shares, right.shares)

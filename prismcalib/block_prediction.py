@@ -1,0 +1,101 @@
+"""`prismcalib.predict` for traces that are read block by block."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from prismcalib.block_graph import graph_from_blocks, table_of
+from prismcalib.blocks import Layout
+from prismcalib.estimates import EstimateRange, duration_factors, path_shares, scaled
+from prismcalib.extent import extent_of
+from prismcalib.memory import require_memory
+from prismcalib.paths import CriticalPath, inner_idle
+from prismcalib.prediction import Prediction, path_basis, rank_times
+from prismcalib.propagation import propagate_batch
+from prismcalib.step_times import step_table, warmup_of
+from prismcalib.steps import StepModel
+from prismcalib.trail import marked_path
+from prismtrace.schema import TransferSource
+
+__all__ = ["block_steps", "predict_by_blocks"]
+
+_RANK_COLUMNS = ("rank", "kind", "start_ns", "wait_ns")
+_FACTOR_COLUMNS = ("id", "rank", "peer", "group", "kind", "transfer_source")
+# Beside the graph: two sets of durations, ends, an order and times of a propagation.
+_RANGE_BYTES = 60
+
+
+def predict_by_blocks(layout: Layout, draws: int) -> Prediction:
+    """As `prismcalib.predict`, without resampling."""
+    header = layout.trace.header
+    extent = extent_of(layout.trace, layout)
+    path = marked_path(layout, extent)
+    columns: list[str | pl.Expr] = [
+        *_RANK_COLUMNS,
+        (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"),
+        inner_idle(layout.columns).alias("inner_idle_ns"),
+    ]
+    ranks = [rank_times(block.nodes, path.length_ns) for block in layout.blocks(columns)]
+    why = f"{layout.total} operations are too many to resample"
+    return Prediction(
+        window_ns=path.length_ns,
+        steps=block_steps(layout, extent.begin_ns, extent.end_ns),
+        ranks=pl.concat(ranks),
+        basis=path_basis(path),
+        why_no_spread=why if draws else "no draws were asked for",
+        estimates=_estimates(layout, path),
+        warmup=warmup_of(header),
+    )
+
+
+def block_steps(layout: Layout, begin_ns: int, end_ns: int) -> pl.DataFrame:
+    """step, duration_ns; `begin_ns` and `end_ns` are those of the whole trace."""
+    start, end = pl.col("start_ns").min(), pl.col("end_ns").max()
+    ends = (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns")
+    bounds = pl.concat(
+        block.nodes.drop_nulls("step").group_by("step").agg(start, end)
+        for block in layout.blocks(["step", "start_ns", ends])
+    )
+    whole = bounds.group_by("step").agg(start, end).sort("step")
+    return step_table(whole, layout.trace.header, begin_ns, end_ns)
+
+
+def _estimates(layout: Layout, path: CriticalPath) -> EstimateRange | None:
+    measured = TransferSource.MEASURED.value
+    source = pl.col("transfer_source").cast(pl.String)
+    estimated = any(
+        block.nodes.select((source != measured).any()).item()
+        for block in layout.blocks(["transfer_source"])
+    )
+    if not estimated:
+        return None
+    require_memory(_RANGE_BYTES * layout.total, "the range that estimated transfers leave")
+    graph = graph_from_blocks(layout)
+    durations = np.empty((graph.rows, 2), np.int64)
+    unknown = []
+    of_path = path.segments["id"].implode()
+    for block in layout.blocks(_FACTOR_COLUMNS):
+        low, high, open_ended = duration_factors(block.nodes, layout.trace.header)
+        for column, factor in enumerate((low, high)):
+            durations[block.part, column] = scaled(graph.duration_ns[block.part], factor)
+        ids = block.nodes["id"].filter(open_ended)
+        unknown.append(ids.filter(ids.is_in(of_path)))
+    model = StepModel.of(graph, _steps_of(layout), layout.trace.header)
+    shortest, longest = model.typical_each(
+        propagate_batch(model.graph, durations, steps=model.number)
+    )
+    return EstimateRange(
+        low_ns=round(shortest),
+        high_ns=round(longest),
+        shares=path_shares(path, pl.lit(value=True)),
+        unknown=path_shares(path, pl.col("id").is_in(pl.concat(unknown).implode())),
+    )
+
+
+def _steps_of(layout: Layout) -> pl.DataFrame:
+    """What `StepModel.of` reads."""
+    from prismcalib.step_times import laid_out
+
+    times = ["start_ns", "dur_ns"] if laid_out(layout.trace.header) else []
+    return table_of(layout, ["step", *times])

@@ -1,0 +1,155 @@
+"""Traces that are read block by block give the answers that a table of all rows gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+
+from prismcalib import merge, synth
+from prismcalib.block_graph import graph_from_blocks
+from prismcalib.blocks import Layout
+from prismcalib.build import graph_from_trace
+from prismcalib.errors import CoverageError, MergeInputError, TooLargeError
+from prismcalib.extent import extent_of
+from prismcalib.gathering import SliceOptions
+from prismcalib.memory import available_bytes, require_memory
+from prismcalib.paths import critical_path
+from prismcalib.prediction import predict
+from prismcalib.propagation import critical_rows, propagate
+from prismcalib.waiting import WaitRules
+from prismtrace.trace import Trace, open_trace
+
+JOBS = {
+    "pipeline": synth.JobSpec(
+        pp=4, tp=2, dp=2, microbatches=8, steps=3, stragglers={5: 1.3}, launch_gap_ns=3000
+    ),
+    "experts": synth.JobSpec(pp=1, tp=2, dp=4, ep=4, steps=2, sequence_parallel=True),
+    "coalesced": synth.JobSpec(pp=3, tp=1, dp=1, microbatches=6, coalesced_p2p=True, memory=False),
+}
+RULES = WaitRules(eager_below=2**40, rooted=True, sparse_all_to_all=True)
+
+
+@pytest.fixture(scope="module", params=[*JOBS, "experts, rules", "slices", "slices beside"])
+def calibrated(request, tmp_path_factory):
+    if request.param in JOBS:
+        return merge(synth.generate(JOBS[request.param])).trace
+    if request.param == "experts, rules":
+        return merge(synth.generate(JOBS["experts"]), rules=RULES).trace
+    folder = tmp_path_factory.mktemp("slices")
+    files = synth.cut_into_slices(JOBS["pipeline"], folder, 2)
+    result = merge(files, slices=SliceOptions(ranks_per_host=4))
+    result.write(folder / "merged.parquet", columns_only=request.param == "slices beside")
+    return open_trace(folder / "merged.parquet")
+
+
+@pytest.fixture
+def by_blocks(monkeypatch):
+    """Makes every trace a large one, of which each rank is a block."""
+
+    def switch() -> None:
+        monkeypatch.setattr("prismcalib.blocks.LARGE_ROWS", 0)
+        monkeypatch.setattr("prismcalib.blocks.BLOCK_ROWS", 1)
+
+    return switch
+
+
+def test_blocks_are_the_table(calibrated):
+    layout, table = Layout.of(calibrated), calibrated.collect()
+    assert layout.total == table.height
+    names = table.columns
+    for rows in (1, 500, 10**9):
+        blocks = list(layout.blocks(names, block_rows=rows))
+        assert pl.concat(block.nodes for block in blocks).equals(table)
+        assert all(table[block.part].equals(block.nodes) for block in blocks)
+    some = np.random.default_rng(1).integers(0, table.height, 40)
+    assert layout.rows_at(some).equals(table[some])
+
+
+def test_blocks_of_whole_lines_of_ranks(calibrated):
+    layout = Layout.of(calibrated)
+    cuts = layout.cuts(1, step=3)
+    assert cuts[0] == 0
+    assert cuts[-1] == len(layout.ranks)
+    assert all(cut % 3 == 0 for cut in cuts[:-1])
+    assert max(np.diff(layout.cuts(10**9, ranks_at_once=2))) <= 2
+
+
+def test_unsorted_rows_are_put_in_order(calibrated):
+    mixed = calibrated.collect().sample(fraction=1, shuffle=True, seed=3)
+    layout = Layout.of(Trace(header=calibrated.header, nodes=mixed.lazy()))
+    assert layout.read(0, len(layout.ranks)).equals(calibrated.collect())
+
+
+def test_graph_of_blocks_is_the_graph(calibrated, by_blocks):
+    whole, _ = graph_from_trace(calibrated)
+    other, _ = graph_from_trace(calibrated, rules=WaitRules(rooted=True))
+    by_blocks()
+    layout = Layout.of(calibrated)
+    for graph, rules in ((whole, None), (other, WaitRules(rooted=True))):
+        found = graph_from_blocks(layout, rules)
+        for name in ("duration_ns", "dep_offsets", "dep_rows", "dep_lag_ns", "release_ns"):
+            left, right = getattr(graph, name), getattr(found, name)
+            assert (left is None) == (right is None), name
+            assert left is None or np.array_equal(left, right), name
+        timing, again = propagate(graph), propagate(found)
+        assert np.array_equal(timing.end_ns, again.end_ns)
+        assert np.array_equal(timing.start_ns, again.start_ns)
+        assert critical_rows(graph, timing) == critical_rows(found, again)
+        assert graph.label(5) == found.label(5)
+
+
+def test_path_and_extent(calibrated, by_blocks):
+    whole, extent = critical_path(calibrated), extent_of(calibrated)
+    by_blocks()
+    streamed = critical_path(calibrated)
+    assert streamed.as_dict() == whole.as_dict()
+    assert streamed.segments.equals(whole.segments)
+    assert vars(extent_of(calibrated)).keys() == vars(extent).keys()
+    assert extent_of(calibrated).window_ns == extent.window_ns
+
+
+def test_prediction(calibrated, by_blocks):
+    whole = predict(calibrated, draws=0)
+    by_blocks()
+    assert predict(calibrated, draws=0).as_dict() == whole.as_dict()
+    assert "too many to resample" in predict(calibrated).why_no_spread
+
+
+def test_broken_traces_are_refused(calibrated, by_blocks):
+    by_blocks()
+    nodes = calibrated.collect()
+    untimed = nodes.with_columns(start_ns=pl.when(pl.col("index") != 3).then(pl.col("start_ns")))
+    with pytest.raises(MergeInputError, match="no start or duration") as caught:
+        graph_from_blocks(Layout.of(Trace(header=calibrated.header, nodes=untimed.lazy())))
+    assert "index=3" in caught.value.where
+    lacking = nodes.filter(pl.col("rank") != 1)
+    with pytest.raises(CoverageError, match="no rows of ranks 1"):
+        graph_from_blocks(Layout.of(Trace(header=calibrated.header, nodes=lacking.lazy())))
+    with pytest.raises(MergeInputError, match="has no rows"):
+        Layout.of(Trace(header=calibrated.header, nodes=nodes.clear().lazy()))
+
+
+def test_what_does_not_fit_is_refused(calibrated, by_blocks, monkeypatch):
+    by_blocks()
+    monkeypatch.setattr("prismcalib.memory.available_bytes", lambda: 1000)
+    with pytest.raises(TooLargeError, match=r"GiB are available") as caught:
+        graph_from_trace(calibrated)
+    assert "coarsen" in caught.value.hint
+    with pytest.raises(TooLargeError, match="a graph of"):
+        graph_from_blocks(Layout.of(calibrated))
+
+
+def test_memory_is_known_or_not_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr("prismcalib.memory._MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr("prismcalib.memory._GROUP", tmp_path)
+    assert available_bytes() is None
+    require_memory(2**60, "anything")
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:       7 kB\n")
+    assert available_bytes() == 7 * 1024
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("3000\n")
+    (tmp_path / "memory.stat").write_text("anon 1000\ninactive_file 500\n")
+    assert available_bytes() == 2500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes() == 7 * 1024
