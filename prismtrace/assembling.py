@@ -55,8 +55,8 @@ def assemble(
 ) -> AssembleReport:
     """Write one trace of all ranks' spools.
 
-    A rank whose spool has no end was cut off: then only the steps that all ranks finished are
-    kept, if there is any.
+    A rank whose spool has no end was cut off, or says that the program failed: then only the
+    steps that all ranks finished are kept, if there is any.
 
     Args:
         spools: a folder of them, a pattern, a file or a list of files.
@@ -169,7 +169,7 @@ class _Job:
         first = frame.drop_nulls("step").group_by("step", maintain_order=True).first()
         self._steps[rank] = list(first.select("step", "index").iter_rows())
         self._timed |= frame["start_ns"].null_count() < frame.height
-        if not spool.ended:
+        if not spool.ended or "failed" in spool.facts:
             self.cut.add(rank)
             self.counts["cut-rank"] += 1
         return frame

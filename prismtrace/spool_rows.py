@@ -107,5 +107,6 @@ def _queued(frame: pl.DataFrame, counts: Counter[str]) -> pl.DataFrame:
     free = pl.when(pl.col("batch").is_null()).then(ahead).otherwise(before_batch)
     late = (communication & (free > start)).fill_null(value=False)
     counts["queued-communication"] += frame.select(late.sum()).item()
-    begin = pl.when(late).then(pl.min_horizontal(free, end)).otherwise(start)
-    return frame.with_columns(start_ns=begin, dur_ns=end - begin)
+    begin = pl.when(late).then(free).otherwise(start)
+    # One that overtook the one ahead of it, on another thread of the backend, takes no time.
+    return frame.with_columns(start_ns=begin, dur_ns=(end - begin).clip(0))

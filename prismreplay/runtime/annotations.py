@@ -17,15 +17,35 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
+from prismreplay.runtime.graph_recorder import GraphRecorder
 from prismreplay.runtime.program_position import ProgramPosition
+from prismtrace.recorder import SpanWriter
 
-__all__ = ["in_backward", "watch"]
+__all__ = ["make_recorder", "watch"]
 
 _STAGES = "torch.distributed.pipelining.stage"
 
 
-def in_backward() -> bool:
+def make_recorder(
+    writer: SpanWriter, *, clock: Callable[[], int] | None = None
+) -> GraphRecorder:
+    """The recorder of this process, with all hooks installed.
+
+    Args:
+        writer: of this rank's spool.
+        clock: now, in ns, for a graph with times; None for a bare graph.
+    """
+    recorder = GraphRecorder(writer, clock=clock, in_backward=_in_backward)
+    watch(recorder.position)
+    return recorder
+
+
+def _in_backward() -> bool:
     """Whether autograd's engine runs this thread; also when it was called directly."""
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
 
@@ -96,11 +116,10 @@ def _watch_backward(position: ProgramPosition) -> None:
 
 
 def _watch_optimizers(position: ProgramPosition) -> None:
-    optimizers = torch.optim.optimizer
-    optimizers.register_optimizer_step_pre_hook(
+    register_optimizer_step_pre_hook(
         lambda optimizer, *_: position.begin_optimizer(id(optimizer))
     )
-    optimizers.register_optimizer_step_post_hook(
+    register_optimizer_step_post_hook(
         lambda optimizer, *_: position.end_optimizer(id(optimizer))
     )
     make = torch.optim.Optimizer.__init__

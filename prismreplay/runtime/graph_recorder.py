@@ -77,7 +77,7 @@ class GraphRecorder:
             named=self._forget_steps,
             step_over=self._step_over,
         )
-        self.latest: tuple[int, int | None] = (-1, None)
+        self.latest: tuple[int, int] = (-1, 0)
         self._writer = writer
         self._clock = clock or _no_clock
         self._caller = caller
@@ -96,6 +96,7 @@ class GraphRecorder:
         self._from_anyone: dict[int, Op] = {}
         self._batches: dict[int, int] = {}
         self._first_of_step = 0
+        self._finished = False
         if clock is not None:
             writer.add_fact({"queued": True})
 
@@ -130,7 +131,7 @@ class GraphRecorder:
         if op.batch is not None:
             self._batches[index] = op.batch
         self._last = ("issued", index, op.batch, self._caller())
-        self.latest = (index, now)
+        self.latest = (index, now or 0)
         self._begin_segment(now)
         return index
 
@@ -157,8 +158,15 @@ class GraphRecorder:
         """See `prismreplay.runtime.roles.GraphObserver`; any thread may call it."""
         self._writer.timed(token, start_ns, end_ns)
 
+    def fail(self, reason: str) -> None:
+        """The program failed: what it did last is not a whole step."""
+        self._writer.add_fact({"failed": reason})
+
     def finish(self) -> None:
         """The program is over: end its last segment and the spool."""
+        if self._finished:
+            return
+        self._finished = True
         self._end_segment(self._clock())
         for number, group, desc in self._groups.values():
             if group.desc != desc:

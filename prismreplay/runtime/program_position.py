@@ -120,12 +120,12 @@ class ProgramPosition:
 
     def begin_range(self, name: str) -> None:
         """The program enters a range: `record_function`, NVTX, `torch.profiler`'s steps."""
+        if name.startswith(_OWN_RANGES):
+            return
         said = read_annotation(name)
         self.note = name
         if said.step is not None:
             self._begin_step(said.step)
-        if name.startswith(_OWN_RANGES):
-            said = Annotation()
         self._move(lambda: self._ranges.append((name, said)))
 
     def end_range(self, name: str) -> None:

@@ -1,0 +1,146 @@
+"""The role of a rank whose true run is recorded: torch's own backend performs everything.
+
+Times are the host's, of `time.perf_counter_ns()`. A communication starts when the program issues
+it, and ends
+
+- when the wait for it returns, if the program waits at once (all that torch calls synchronous);
+- when the backend's thread says that it is complete, if it is asynchronous (gloo's collectives);
+- when the wait for it returns, if the backend does not say: gloo's sends and receives. One that
+  the program waits for late then seems to last until the wait.
+
+What runs ahead of a communication on its group delays its start: `prismtrace.assemble`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing.util
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from prismreplay.errors import UnsupportedOperationError
+from prismreplay.runtime.annotations import make_recorder
+from prismreplay.runtime.graph_recorder import GraphRecorder
+from prismreplay.runtime.operations import Call, Group, Op
+from prismtrace.recorder import SpanWriter
+from prismtrace.spool import SPOOL_SUFFIX
+
+__all__ = ["FACTORY", "SPOOLS_VARIABLE", "RecordRole", "start"]
+
+Tensor = Any
+
+FACTORY = "prismreplay.runtime.recording:start"
+"""What `prismreplay.runtime.bootstrap` calls in each rank."""
+SPOOLS_VARIABLE = "PRISMREPLAY_SPOOLS"
+"""Folder that the ranks write their spools into."""
+
+_now = time.perf_counter_ns
+
+
+def start(rank: int, world_size: int) -> tuple[RecordRole, GraphRecorder]:
+    """Begin to record this rank, until its process ends."""
+    path = Path(os.environ[SPOOLS_VARIABLE]) / f"rank-{rank:05d}{SPOOL_SUFFIX}"
+    writer = SpanWriter(path, rank=rank, world_size=world_size)
+    recorder = make_recorder(writer, clock=_now)
+    # Whichever comes first; processes that multiprocessing starts have no atexit.
+    atexit.register(recorder.finish)
+    multiprocessing.util.Finalize(None, recorder.finish, exitpriority=100)
+    _note_failure(recorder)
+    return RecordRole(recorder), recorder
+
+
+def _note_failure(recorder: GraphRecorder) -> None:
+    """A program that an exception ends has not finished its last step."""
+    show = sys.excepthook
+
+    def failed(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        recorder.fail(f"{kind.__name__}: {error}")
+        show(kind, error, trace)
+
+    sys.excepthook = failed
+
+
+class RecordRole:
+    """Has torch's own backend perform every operation, and tells the recorder when it ran."""
+
+    wants_real_groups = True
+
+    def __init__(self, recorder: GraphRecorder) -> None:
+        self._recorder = recorder
+
+    def join(self, group: Group) -> None:
+        """Nothing to do: the backend has joined."""
+
+    def submit(
+        self, op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], call: Callable[[], Any]
+    ) -> _Recorded:
+        """See `prismreplay.runtime.roles.Role`."""
+        for tensor in (*inputs, *outputs):
+            if tensor.is_cuda:
+                raise UnsupportedOperationError(
+                    "recording a communication of CUDA tensors",
+                    where=f"{op.kind} group={op.group.name}",
+                    hint="profile the run with torch.profiler, then `prismtrace convert`",
+                )
+            break
+        token, begin = self._recorder.latest
+        work = call()
+        return _Recorded(self._recorder, token, begin, op, work, watched=_is_asynchronous(op, call))
+
+    def make_store(self, namespace: str) -> NoReturn:
+        """Torch keeps its own stores."""
+        raise NotImplementedError(namespace)
+
+
+def _is_asynchronous(op: Op, call: Callable[[], Any]) -> bool:
+    """Whether the program goes on while it runs, and the backend can tell when it is complete."""
+    if op.call in (Call.SEND, Call.RECV):
+        return False
+    arguments = getattr(call, "args", ())
+    return bool(arguments) and bool(getattr(arguments[-1], "asyncOp", True))
+
+
+class _Recorded:
+    """An operation that the backend performs; see `prismreplay.runtime.roles.Pending`."""
+
+    __slots__ = ("_begin", "_ended", "_op", "_recorder", "_token", "_work", "source")
+
+    def __init__(
+        self,
+        recorder: GraphRecorder,
+        token: int,
+        begin: int,
+        op: Op,
+        work: Any,
+        *,
+        watched: bool,
+    ) -> None:
+        self.source: int | None = None
+        self._recorder = recorder
+        self._token = token
+        self._begin = begin
+        self._op = op
+        self._work = work
+        self._ended = False
+        if watched:
+            work.get_future().add_done_callback(self._end)
+
+    def _end(self, _future: Any = None) -> None:
+        if not self._ended:
+            self._ended = True
+            self._recorder.completed(self._token, self._begin, _now())
+
+    def wait(self) -> None:
+        """Block until the outputs are filled in."""
+        self._work.wait()
+        self._end()
+        if self._op.peer is None and self._op.call is Call.RECV:
+            self.source = self._op.group.ranks[self._work._source_rank()]  # noqa: SLF001
+
+    def done(self) -> bool:
+        """True once `wait` would not block."""
+        return bool(self._work.is_completed())
