@@ -6,6 +6,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from prismreplay.commands_collect import collect
 from prismtrace import console
 
 __all__ = ["app", "main"]
@@ -14,6 +15,9 @@ app = console.new_app(
     "Run a few ranks of a large job for real among virtual ones. "
     "For now: see what this machine can do."
 )
+
+# What comes after the program's name is the program's own, also without two dashes.
+app.command(context_settings={"allow_interspersed_args": False})(collect)
 
 
 @app.command()

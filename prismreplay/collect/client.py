@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import distributed
+
 from prismreplay.collect.handover import Parcel, ParcelWriter, Place, Span, bytes_of
 from prismreplay.collect.messages import Channel, Message, pack_op
-from prismreplay.errors import StoreError
 from prismreplay.runtime.operations import Group, Op
+from prismreplay.runtime.payloads import calling_line
+from prismreplay.runtime.stores import RemoteStore
 
 __all__ = ["CollectPending", "CollectRole", "Connection", "StoreConnection"]
 
@@ -144,22 +146,25 @@ class _Done:
 
 
 class StoreConnection:
-    """The run's key-value store, as one namespace of it is seen from a rank."""
+    """The run's key-value store; a `prismreplay.runtime.stores.StoreClient`."""
 
-    def __init__(self, connection: Connection, namespace: str) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._namespace = namespace
 
-    def call(self, op: str, *args: Any) -> Any:
-        """Perform `op` (see `prismreplay.collect.key_value`); blocks until it can be.
+    def call(self, operation: str, *arguments: Any) -> Any:
+        """Perform an operation; blocks until it can be done.
 
         Raises:
-            StoreError: the operation timed out or its arguments do not fit what is stored.
+            torch.distributed.DistStoreError: it timed out, or does not fit what is stored.
         """
-        answer, _ = self._connection.ask("store", self._namespace, op, args)
+        site = calling_line() if operation in _BLOCKING else ""
+        answer, _ = self._connection.ask("store", operation, arguments, site)
         if answer[0] == "refused":
-            raise StoreError(answer[2], where=self._namespace)
+            raise distributed.DistStoreError(answer[2])
         return answer[2]
+
+
+_BLOCKING = ("get", "wait", "queue_pop")
 
 
 class CollectRole:
@@ -216,9 +221,7 @@ class CollectRole:
 
     def make_store(self, namespace: str) -> Any:
         """The store that rendezvous hands to the program."""
-        from prismreplay.runtime.stores import make_store
-
-        return make_store(StoreConnection(self._connection, namespace))
+        return RemoteStore(StoreConnection(self._connection), namespace)
 
 
 def _fill(output: Tensor, parcel: Parcel, span: Span) -> None:
@@ -229,8 +232,3 @@ def _fill(output: Tensor, parcel: Parcel, span: Span) -> None:
         return
     # Schemas of communications do not tell autograd that they write; so nor do we.
     output.detach().copy_(parcel.part(span.offset, output.shape, output.dtype))
-
-
-def leave(code: int) -> None:
-    """End this process at once."""
-    os._exit(code)

@@ -198,7 +198,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, writable; valid while the tensor lives."""
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
-        return memoryview(b"")
+        return memoryview(bytearray())
     # Through the address, as NumPy lacks some element types and autograd shall not notice.
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 

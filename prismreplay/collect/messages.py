@@ -10,11 +10,9 @@ join           key, name, ranks, place, backend, generation,    -
                desc
 submit         ticket, packed operation, bytes or None          -
 wait           request, ticket, helpers                         result
-poll           request, ticket                                  polled
-store          request, namespace, operation, arguments,        value or refused
-               helpers, site
+poll           request, ticket, helpers                         polled
+store          request, operation, arguments, site, helpers     value or refused
 failed         code, message, where, hint, traceback            -
-ended          exit code                                        -
 =============  ===============================================  =====================
 
 From the coordinator come `go` (begin), the answers above with their request first, and `stop`

@@ -1,0 +1,449 @@
+"""What a run's ranks have done, who may go on, and what they get. No input or output in here.
+
+Messages of ranks go in through the methods, what is to be sent to them comes out of `outbox`.
+`prismreplay.collect.serving` connects it with processes and sockets; tests play ranks by hand.
+
+A rank is *running* while it holds a turn, *blocked* from a question that cannot be answered yet,
+*ready* when it can, until it is given a turn with the answer, and finally *ended*.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from prismreplay.collect.deadlock import Blocked, describe, lost
+from prismreplay.collect.key_value import (
+    KeyValueStore,
+    NotYet,
+    StoreFailure,
+    awaited_keys,
+    patience,
+)
+from prismreplay.collect.matching import Matcher, Request
+from prismreplay.collect.messages import Message
+from prismreplay.collect.scheduling import Policy, Program, Turns, thrifty
+from prismreplay.errors import DeadlockError
+from prismreplay.runtime.operations import Call, Group, Op
+
+__all__ = ["Coordinator", "Counts", "Performer", "Sent"]
+
+USUAL_PATIENCE = 1800.0
+"""Seconds that stores wait unless the program says otherwise."""
+
+_POLLS_BEFORE_YIELD = 3
+
+
+class Performer(Protocol):
+    """Makes results; a result is (bytes, where each output is in them)."""
+
+    def supply(self, rank: int, op: Op, inputs: Any) -> tuple[Any, Sequence[Any]] | None:
+        """The result for one rank without its partners, or None."""
+
+    def perform(self, members: Sequence[Request]) -> Sequence[tuple[Any, Sequence[Any]]]:
+        """The results of a collective, for its members in group order."""
+
+
+class Sent(NamedTuple):
+    """A message to a rank, and the bytes that go with it."""
+
+    rank: int
+    message: Message
+    parcel: Any = None
+
+
+@dataclass
+class Counts:
+    """What has happened so far."""
+
+    collectives: int = 0
+    messages: int = 0
+    supplied: int = 0
+    store: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """Something that a rank waits to be told."""
+
+    rank: int
+    number: int
+    helpers: int
+    request: Request | None = None
+    store: tuple[str, tuple[Any, ...]] | None = None
+    polls: bool = False
+    site: str = ""
+
+
+@dataclass(slots=True)
+class _Rank:
+    groups: dict[str, Group] = field(default_factory=dict)
+    requests: dict[int, Request] = field(default_factory=dict)
+    questions: dict[int, _Question] = field(default_factory=dict)
+    answers: deque[Sent] = field(default_factory=deque)
+    idle_polls: int = 0
+    lent: bool = False
+
+
+class Coordinator:
+    """The state of a run.
+
+    Args:
+        ranks: that take part; each has to be `begin`ned.
+        slots: how many may compute at a time.
+        performer: makes results.
+        policy: decides who is next.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        slots: int,
+        performer: Performer,
+        *,
+        policy: Policy = thrifty,
+    ) -> None:
+        self.outbox: deque[Sent] = deque()
+        self.counts = Counts()
+        self.turns = Turns(slots, policy)
+        self.program = Program.of(ranks)
+        self.ended: dict[int, int] = {}
+        """Ranks that have ended, with their exit codes."""
+        self._performer = performer
+        self._watch: Callable[[int, Op, Any], None] | None = None
+        self._matcher = Matcher()
+        self._store = KeyValueStore()
+        self._set_by: dict[str, int] = {}
+        self._keys_set = itertools.count(1 << 40)
+        self._ranks = {rank: _Rank() for rank in ranks}
+        self._senders_awaited: Counter[int] = Counter()
+        self._store_waits: dict[int, _Question] = {}
+        self._store_numbers = itertools.count()
+
+    def use(self, performer: Performer) -> None:
+        """Have another one make results from now on."""
+        self._performer = performer
+
+    def watch(self, see: Callable[[int, Op, Any], None]) -> None:
+        """Call `see` with each operation and its inputs, when it arrives."""
+        self._watch = see
+
+    # --- what ranks say ---------------------------------------------------------------
+
+    def begin(self, rank: int) -> None:
+        """The process of `rank` is there and waits for its first turn."""
+        self._ranks[rank].answers.append(Sent(rank, ("go", 0)))
+        self.turns.make_ready(rank)
+
+    def join(self, rank: int, group: Group) -> None:
+        """`rank` is a member of `group`."""
+        self._ranks[rank].groups[group.key] = group
+
+    def groups_of(self, rank: int) -> dict[str, Group]:
+        """The groups of `rank`, by key."""
+        return self._ranks[rank].groups
+
+    def submit(self, rank: int, ticket: int, op: Op, inputs: Any) -> None:
+        """`rank` started an operation.
+
+        Raises:
+            MismatchError: it does not fit what another member did.
+        """
+        if self._watch is not None:
+            self._watch(rank, op, inputs)
+        own = self._performer.supply(rank, op, inputs)
+        if own is not None:
+            self.counts.supplied += 1
+            request = self._matcher.alone(rank, ticket, op, inputs)
+            self._ranks[rank].requests[ticket] = request
+            self.program.issued(rank, request.instance.number, (rank,))
+            self._finish(request, own)
+            return
+        request, complete = self._matcher.arrive(rank, ticket, op, inputs)
+        if op.call is not Call.SEND:
+            self._ranks[rank].requests[ticket] = request
+        self.program.issued(rank, request.instance.number, request.instance.ranks)
+        if complete:
+            self._complete(request)
+
+    def wait(self, rank: int, number: int, ticket: int, helpers: int = 0) -> None:
+        """`rank` cannot go on without the outputs of an operation."""
+        state = self._ranks[rank]
+        request = state.requests.get(ticket)
+        if request is None:
+            raise ValueError(f"rank {rank} waits for an operation it did not start")
+        self.program.waited(rank, request.instance.number)
+        question = _Question(rank, number, helpers, request=request, site=request.op.site)
+        if request.done:
+            self.outbox.append(self._answer(question))
+            return
+        self._block(question)
+
+    def poll(self, rank: int, number: int, ticket: int, helpers: int = 0) -> None:
+        """`rank` asks whether it would have to wait.
+
+        A rank that keeps asking would keep its turn for ever: others go first then.
+        """
+        state = self._ranks[rank]
+        request = state.requests.get(ticket)
+        done = request is None or request.done
+        self._poll(_Question(rank, number, helpers, request=request, polls=True), "polled", done)
+
+    def ask_store(
+        self,
+        rank: int,
+        number: int,
+        op: str,
+        args: tuple[Any, ...],
+        site: str = "",
+        helpers: int = 0,
+    ) -> None:
+        """`rank` uses the key-value store."""
+        self.counts.store += 1
+        question = _Question(rank, number, helpers, store=(op, args), site=site)
+        answer = self._try_store(question)
+        if answer is None:
+            self._block(question)
+            return
+        if op == "check":
+            self._poll(question, "value", bool(answer.message[2]))
+            return
+        self.outbox.append(answer)
+        if self._store.changes(op):
+            self._retry_store()
+
+    def end(self, rank: int, code: int = 0) -> None:
+        """The process of `rank` has ended, and all that it said was passed on.
+
+        Raises:
+            DeadlockError: another rank waits for it.
+        """
+        self.ended[rank] = code
+        state = self._ranks[rank]
+        state.requests.clear()
+        state.questions.clear()
+        state.answers.clear()
+        self._store_waits = {
+            number: question
+            for number, question in self._store_waits.items()
+            if question.rank != rank
+        }
+        self.turns.release(rank, ended=True)
+        for question in self._blocked():
+            self._refuse_lost(question)
+
+    # --- turns ------------------------------------------------------------------------
+
+    def grant(self) -> None:
+        """Give out turns; the messages that start ranks are in the outbox."""
+        for rank in self.turns.grant(self._awaited, self._urgency):
+            state = self._ranks[rank]
+            self.outbox.extend(state.answers)
+            state.answers.clear()
+
+    def lend(self, rank: int) -> None:
+        """`rank` holds a turn but does not compute (it sleeps, or waits for a file)."""
+        self.turns.release(rank)
+        self._ranks[rank].lent = True
+
+    @property
+    def finished(self) -> bool:
+        """True when all ranks have ended."""
+        return len(self.ended) == len(self._ranks)
+
+    @property
+    def stuck(self) -> bool:
+        """True when nobody computes and nobody could."""
+        return not (
+            self.finished
+            or self.turns.running
+            or self.turns.ready
+            or any(state.lent for state in self._ranks.values())
+        )
+
+    @property
+    def unsure(self) -> bool:
+        """Whether a blocked rank has threads that may still communicate."""
+        return any(question.helpers for question in self._blocked())
+
+    def time_out(self) -> bool:
+        """When stuck: fail the most impatient wait on the store; False if none is impatient.
+
+        Time stands still for a rank that is not computing, so waits do not time out by the clock.
+        """
+        waits = [
+            question
+            for question in self._store_waits.values()
+            if question.store and patience(question.store[1]) < USUAL_PATIENCE
+        ]
+        if not waits:
+            return False
+        first = min(waits, key=lambda one: patience(one.store[1]) if one.store else 0.0)
+        keys = ", ".join(awaited_keys(first.store[1] if first.store else ()))
+        self._unblock(first, Sent(first.rank, ("refused", first.number, f"timed out: {keys}")))
+        return True
+
+    def deadlock(self) -> DeadlockError:
+        """What to say when it is stuck."""
+        return describe(self._all_blocked(), self.ended, self._matcher.unreceived())
+
+    def unreceived(self) -> int:
+        """Messages that nobody has received."""
+        return self._matcher.unreceived()
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _complete(self, last: Request) -> None:
+        members = last.instance.requests
+        if last.op.call in (Call.SEND, Call.RECV):
+            self.counts.messages += 1
+            send = next(one for one in members.values() if one.op.call is Call.SEND)
+            receive = last if last.op.call is Call.RECV else _other(last)
+            self.program.members[last.instance.number] = last.instance.ranks
+            nbytes = send.inputs.nbytes
+            self._finish(receive, (send.inputs, [(0, nbytes)]))
+            return
+        self.counts.collectives += 1
+        ordered = [members[rank] for rank in last.op.group.ranks]
+        for request, result in zip(ordered, self._performer.perform(ordered), strict=True):
+            self._finish(request, result)
+
+    def _finish(self, request: Request, result: tuple[Any, Sequence[Any]]) -> None:
+        request.done = True
+        request.result = result
+        request.inputs = None
+        for question in list(self._ranks[request.rank].questions.values()):
+            if question.request is request:
+                self._unblock(question, self._answer(question))
+
+    def _answer(self, question: _Question) -> Sent:
+        """The outputs of an operation, to the rank that waits for them."""
+        request = question.request
+        if request is None:
+            raise ValueError("no operation is asked for")
+        parcel, spans = request.result
+        request.result = None
+        del self._ranks[question.rank].requests[request.ticket]
+        source = request.source
+        message = ("result", question.number, parcel.data, parcel.nbytes, spans, source)
+        return Sent(question.rank, message, parcel)
+
+    def _block(self, question: _Question) -> None:
+        state = self._ranks[question.rank]
+        state.questions[question.number] = question
+        state.lent = False
+        if question.request is not None:
+            question.request.instance.waiting += 1
+            if question.request.op.call is Call.RECV and question.request.op.peer is not None:
+                self._senders_awaited[question.request.op.peer] += 1
+        else:
+            self._store_waits[next(self._store_numbers)] = question
+        self.turns.release(question.rank)
+        self._refuse_lost(question)
+
+    def _unblock(self, question: _Question, answer: Sent) -> None:
+        state = self._ranks[question.rank]
+        del state.questions[question.number]
+        if question.request is not None:
+            question.request.instance.waiting -= 1
+            if question.request.op.call is Call.RECV and question.request.op.peer is not None:
+                self._senders_awaited[question.request.op.peer] -= 1
+        else:
+            self._store_waits = {
+                number: one for number, one in self._store_waits.items() if one is not question
+            }
+        if question.rank in self.turns.running:
+            self.outbox.append(answer)  # another thread of it computes
+            return
+        state.answers.append(answer)
+        self.turns.make_ready(question.rank)
+
+    def _poll(self, question: _Question, name: str, answer: bool) -> None:
+        state = self._ranks[question.rank]
+        sent = Sent(question.rank, (name, question.number, answer))
+        state.idle_polls = 0 if answer else state.idle_polls + 1
+        if state.idle_polls < _POLLS_BEFORE_YIELD:
+            self.outbox.append(sent)
+            return
+        state.answers.append(sent)
+        state.lent = False
+        self.turns.release(question.rank)
+        self.turns.make_ready(question.rank)
+
+    def _try_store(self, question: _Question) -> Sent | None:
+        if question.store is None:
+            return None
+        op, args = question.store
+        try:
+            value = self._store.perform(op, args)
+        except NotYet:
+            return None
+        except StoreFailure as failure:
+            return Sent(question.rank, ("refused", question.number, str(failure)))
+        self._note_store(question.rank, op, args)
+        return Sent(question.rank, ("value", question.number, value))
+
+    def _note_store(self, rank: int, op: str, args: tuple[Any, ...]) -> None:
+        """For the count of context switches: who set a key, and who needed it."""
+        if op in ("set", "add", "compare_set"):
+            if args[0] not in self._set_by:
+                number = self._set_by[args[0]] = next(self._keys_set)
+                self.program.issued(rank, number, (rank,))
+        elif op in ("get", "wait"):
+            for key in awaited_keys(args):
+                if key in self._set_by:
+                    self.program.waited(rank, self._set_by[key])
+
+    def _retry_store(self) -> None:
+        for question in list(self._store_waits.values()):
+            answer = self._try_store(question)
+            if answer is not None:
+                self._unblock(question, answer)
+
+    # --- who waits for whom -------------------------------------------------------------
+
+    def _awaited(self, rank: int) -> list[int]:
+        return [
+            missing
+            for question in self._ranks[rank].questions.values()
+            if question.request is not None
+            for missing in question.request.instance.missing
+        ]
+
+    def _urgency(self, rank: int) -> int:
+        groups = self._ranks[rank].groups
+        return self._senders_awaited[rank] + self._matcher.waiting_for(rank, groups)
+
+    def _blocked(self) -> list[_Question]:
+        return [one for state in self._ranks.values() for one in state.questions.values()]
+
+    def _all_blocked(self) -> list[Blocked]:
+        return [_as_blocked(question) for question in self._blocked()]
+
+    def _refuse_lost(self, question: _Question) -> None:
+        """Tell at once when a rank waits for one that has ended."""
+        if question.request is None or not self.ended:
+            return
+        gone = [rank for rank in question.request.instance.missing if rank in self.ended]
+        if gone:
+            raise lost(_as_blocked(question), gone, self._all_blocked(), self.ended)
+
+
+def _other(request: Request) -> Request:
+    return next(one for one in request.instance.requests.values() if one is not request)
+
+
+def _as_blocked(question: _Question) -> Blocked:
+    request = question.request
+    if request is None:
+        op, args = question.store or ("", ())
+        return Blocked(question.rank, site=question.site, store=op, keys=tuple(awaited_keys(args)))
+    return Blocked(
+        question.rank,
+        site=question.site,
+        op=request.op,
+        missing=tuple(request.instance.missing),
+    )

@@ -1,0 +1,115 @@
+"""Who waits for whom when no rank can go on, in words. No input or output in here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prismreplay.errors import DeadlockError
+from prismreplay.runtime.operations import Op
+from prismtrace.ranks import format_ranks
+
+__all__ = ["Blocked", "describe", "lost"]
+
+MOST_LINES = 40
+"""Waits that are listed; of a job of thousands of ranks nobody reads more."""
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """A rank that waits: for members `missing` of `op`, or with `store` for `keys`."""
+
+    rank: int
+    site: str = ""
+    op: Op | None = None
+    missing: tuple[int, ...] = ()
+    store: str = ""
+    keys: tuple[str, ...] = ()
+
+    @property
+    def what(self) -> str:
+        """What it waits in, and for whom."""
+        if self.op is None:
+            keys = ", ".join(repr(_bare(key)) for key in self.keys[:4])
+            more = f" and {len(self.keys) - 4} more" if len(self.keys) > 4 else ""
+            return f"store {self.store} until somebody sets {keys}{more}"
+        return f"{operation(self.op)} for {_ranks(self.missing)}"
+
+
+def operation(op: Op) -> str:
+    """`all_reduce 4 of group 'default_pg'`, `recv 2 from rank 0 in group 'pp'`."""
+    group = op.group.desc or op.group.name
+    number = "" if op.seq is None else f" {op.seq}"
+    if op.call.kind.is_p2p:
+        way = "from" if op.call.value == "recv" else "to"
+        other = "anyone" if op.peer is None else f"rank {op.peer}"
+        return f"{op.call.value}{number} {way} {other} in group {group!r}"
+    return f"{op.call.value}{number} of group {group!r}"
+
+
+def describe(
+    blocked: Sequence[Blocked], ended: Mapping[int, int], unreceived: int = 0
+) -> DeadlockError:
+    """No rank can go on."""
+    stuck = {one.rank for one in blocked}
+    number = f"{len(stuck)} rank{'s' if len(stuck) != 1 else ''}"
+    culprits = sorted({rank for one in blocked for rank in one.missing if rank in ended})
+    why = f"{_ranks(culprits)} ended before taking part" if culprits else "they wait for each other"
+    if not culprits and all(one.op is None for one in blocked):
+        why = "nobody sets the keys that they wait for"
+    report = _report(blocked, ended)
+    if unreceived:
+        report += f"\n{unreceived:,} messages were sent and not received"
+    return DeadlockError(
+        f"the program cannot go on: {number} blocked; {why}", report=report, hint=_HINT
+    )
+
+
+def lost(
+    waits: Blocked, gone: Sequence[int], blocked: Sequence[Blocked], ended: Mapping[int, int]
+) -> DeadlockError:
+    """A rank waits for one that has ended, whatever the others still do."""
+    op = "" if waits.op is None else operation(waits.op)
+    at = f" at {waits.site}" if waits.site else ""
+    return DeadlockError(
+        f"rank {waits.rank} waits in {op}{at}, but the program of {_ranks(gone)} has ended "
+        "without taking part",
+        report=_report(blocked, ended),
+        hint=_HINT,
+    )
+
+
+_HINT = (
+    "every member of a group must make the same calls in the same order; the report above names "
+    "the lines"
+)
+
+
+def _report(blocked: Sequence[Blocked], ended: Mapping[int, int]) -> str:
+    """One line for all ranks that wait alike."""
+    alike: dict[tuple[str, str], list[int]] = {}
+    for one in sorted(blocked, key=lambda one: one.rank):
+        ranks = alike.setdefault((one.what, one.site), [])
+        if one.rank not in ranks:
+            ranks.append(one.rank)
+    lines = ["who waits for whom:"]
+    for (what, site), ranks in list(alike.items())[:MOST_LINES]:
+        at = f"  at {site}" if site else ""
+        verb = "waits" if len(ranks) == 1 else "wait"
+        lines.append(f"  {_ranks(ranks)} {verb} in {what}{at}")
+    if len(alike) > MOST_LINES:
+        lines.append(f"  ... and {len(alike) - MOST_LINES} more kinds of waits")
+    if ended:
+        lines.append(f"  the program of {_ranks(sorted(ended))} has ended")
+    return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "nobody"
+    return f"rank{'' if len(ranks) == 1 else 's'} {format_ranks(sorted(ranks))}"
+
+
+def _bare(key: str) -> str:
+    """A key without the namespace that the run puts before it."""
+    return key.partition("|")[2] or key

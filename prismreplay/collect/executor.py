@@ -1,0 +1,260 @@
+"""Performs a communication once all its members' inputs are there.
+
+Moving data is copying bytes; only reductions look at elements (`gloo_order`). A result that
+several ranks get is written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from prismreplay.collect.gloo_order import reduce_in_order
+from prismreplay.collect.handover import Parcel, ParcelWriter, Place, Span, torch_dtype
+from prismreplay.collect.matching import Request
+from prismreplay.collect.supplying import Supplier
+from prismreplay.runtime.operations import Call, Op, TensorSpec
+from prismtrace.schema import ReduceOp
+
+__all__ = ["Executor", "Result"]
+
+Tensor = Any
+
+Result = tuple[Parcel, list[Span | None]]
+"""What a rank gets: bytes, and where in them each of its outputs is (None: stays as it is)."""
+
+_COPY_BYTES = 1 << 22
+
+
+class Executor:
+    """Makes results in parcels at `place`, with a supplier's help if there is one."""
+
+    def __init__(self, place: Place, supplier: Supplier | None = None) -> None:
+        self._place = place
+        self._supplier = supplier
+
+    def supply(self, rank: int, op: Op, inputs: Parcel) -> Result | None:
+        """What the supplier gives `rank` for `op`; None: it is to be performed."""
+        if self._supplier is None:
+            return None
+        answer = self._supplier.supply(rank, op, inputs.tensors(op.inputs))
+        if answer is None:
+            return None
+        writer = ParcelWriter(self._place)
+        spans = [None if tensor is None else writer.put_tensor(tensor) for tensor in answer]
+        return writer.finish(), spans
+
+    def perform(self, members: Sequence[Request]) -> list[Result]:
+        """The results of a collective, in the order of its members (group order)."""
+        op = members[0].op
+        if op.call is Call.BROADCAST:
+            # The root's own bytes serve all.
+            root = members[op.group.ranks.index(op.root or 0)]
+            return [(root.inputs, list(_spans(root.op.inputs))) for _ in members]
+        writer = ParcelWriter(self._place)
+        try:
+            with torch.no_grad():
+                spans = _PERFORM[op.call](members, writer)
+        except BaseException:
+            writer.discard()
+            raise
+        parcel = writer.finish()
+        return [(parcel, list(one)) for one in spans]
+
+
+Spans = Sequence[Sequence[Span]]
+
+
+def _spans(specs: Sequence[TensorSpec]) -> list[Span]:
+    """Where tensors are in a parcel that holds them end to end."""
+    spans, offset = [], 0
+    for spec in specs:
+        spans.append(Span(offset, spec.nbytes))
+        offset += spec.nbytes
+    return spans
+
+
+def _copy(request: Request, span: Span, writer: ParcelWriter) -> Span:
+    """Append some bytes of a member's inputs."""
+    start, end = None, span.offset + span.nbytes
+    for offset in range(span.offset, end, _COPY_BYTES):
+        buffer = memoryview(bytearray(min(_COPY_BYTES, end - offset)))
+        request.inputs.read_into(buffer, offset)
+        put = writer.put(buffer)
+        start = put.offset if start is None else start
+    if start is None:
+        return writer.put(b"")
+    return Span(start, span.nbytes)
+
+
+def _joined(spans: Sequence[Span]) -> Span:
+    """Spans that follow each other, as one."""
+    if not spans:
+        return Span(0, 0)
+    return Span(spans[0].offset, sum(span.nbytes for span in spans))
+
+
+# --- reductions ------------------------------------------------------------------------
+
+
+def _reduced(
+    members: Sequence[Request], first_byte: int, spec: TensorSpec, writer: ParcelWriter
+) -> Span:
+    """Append the reduction of the tensors that begin at `first_byte` of each member's inputs."""
+    op = members[0].op
+    dtype, itemsize = torch_dtype(spec), spec.dtype.itemsize
+
+    def read(member: int, start: int, stop: int) -> Tensor:
+        offset = first_byte + start * itemsize
+        return members[member].inputs.part(offset, (stop - start,), dtype)
+
+    parts = reduce_in_order(
+        read,
+        spec.elements,
+        itemsize,
+        len(members),
+        op.reduce_op or ReduceOp.SUM,
+        op.premul_factor,
+    )
+    return _joined([writer.put_tensor(part) for part in parts])
+
+
+def _all_reduced(members: Sequence[Request], writer: ParcelWriter) -> list[Span]:
+    """The reduction of all inputs; of the same type, they are reduced as one, as gloo does."""
+    specs = members[0].op.inputs
+    if len({spec.dtype for spec in specs}) == 1:
+        flat = TensorSpec((sum(spec.elements for spec in specs),), specs[0].dtype)
+        start = _reduced(members, 0, flat, writer).offset
+        return [Span(start + span.offset, span.nbytes) for span in _spans(specs)]
+    places = _spans(specs)
+    return [
+        _reduced(members, place.offset, spec, writer)
+        for place, spec in zip(places, specs, strict=True)
+    ]
+
+
+def _all_reduce(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+    return [_all_reduced(members, writer)] * len(members)
+
+
+def _reduce(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+    spans = _all_reduced(members, writer)
+    return [spans if request.rank == request.op.root else [] for request in members]
+
+
+def _reduce_scatter(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+    """N tensors a member, the i-th of which is reduced for member i."""
+    specs = members[0].op.inputs
+    if len({spec for spec in specs}) == 1:
+        return _cut(_all_reduced(members, writer), len(members))
+    return [[span] for span in _each_reduced(members, writer)]
+
+
+def _each_reduced(members: Sequence[Request], writer: ParcelWriter) -> list[Span]:
+    specs = members[0].op.inputs
+    return [
+        _reduced(members, place.offset, spec, writer)
+        for place, spec in zip(_spans(specs), specs, strict=True)
+    ]
+
+
+def _cut(spans: Sequence[Span], size: int) -> Spans:
+    return [[spans[place]] for place in range(size)]
+
+
+def _reduce_scatter_single(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+    """Each input is reduced whole; member i gets the i-th N-th of it."""
+    spans = _each_reduced(members, writer)
+    size = len(members)
+    return [
+        [Span(span.offset + place * (span.nbytes // size), span.nbytes // size) for span in spans]
+        for place in range(size)
+    ]
+
+
+# --- moving data -----------------------------------------------------------------------
+
+
+def _all_gather(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+    spans = [
+        _copy(request, _spans(request.op.inputs)[which], writer)
+        for which in range(len(members[0].op.inputs))
+        for request in members
+    ]
+    return [spans] * len(members)
+
+
+def _all_gather_single(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+    size = len(members)
+    pieces = _all_gather(members, writer)[0]
+    joined = [_joined(pieces[start : start + size]) for start in range(0, len(pieces), size)]
+    return [joined] * size
+
+
+def _gather(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+    spans = [_copy(request, Span(0, request.inputs.nbytes), writer) for request in members]
+    return [spans if request.rank == request.op.root else [] for request in members]
+
+
+def _scatter(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+    root = next(request for request in members if request.rank == request.op.root)
+    return [[_copy(root, span, writer)] for span in _spans(root.op.inputs)]
+
+
+def _all_to_all(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+    """N tensors a member; those for one receiver are written end to end."""
+    found = []
+    for place in range(len(members)):
+        found.append(
+            [_copy(request, _spans(request.op.inputs)[place], writer) for request in members]
+        )
+    return found
+
+
+def _all_to_all_single(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+    """One tensor a member, cut along its first dimension."""
+    cuts = [_row_spans(request.op, len(members)) for request in members]
+    return [
+        [
+            _joined(
+                [
+                    _copy(request, cut[place], writer)
+                    for request, cut in zip(members, cuts, strict=True)
+                ]
+            )
+        ]
+        for place in range(len(members))
+    ]
+
+
+def _row_spans(op: Op, size: int) -> list[Span]:
+    spec = op.inputs[0]
+    rows = spec.shape[0] if spec.shape else 1
+    row_bytes = spec.nbytes // rows if rows else 0
+    splits = op.input_splits or (rows // size,) * size
+    spans, offset = [], 0
+    for count in splits:
+        spans.append(Span(offset, count * row_bytes))
+        offset += count * row_bytes
+    return spans
+
+
+def _barrier(members: Sequence[Request], writer: ParcelWriter) -> Spans:  # noqa: ARG001
+    return [[] for _ in members]
+
+
+_PERFORM: dict[Call, Callable[[Sequence[Request], ParcelWriter], Spans]] = {
+    Call.ALL_REDUCE: _all_reduce,
+    Call.REDUCE: _reduce,
+    Call.ALL_GATHER: _all_gather,
+    Call.ALL_GATHER_SINGLE: _all_gather_single,
+    Call.GATHER: _gather,
+    Call.SCATTER: _scatter,
+    Call.REDUCE_SCATTER: _reduce_scatter,
+    Call.REDUCE_SCATTER_SINGLE: _reduce_scatter_single,
+    Call.ALL_TO_ALL: _all_to_all,
+    Call.ALL_TO_ALL_SINGLE: _all_to_all_single,
+    Call.BARRIER: _barrier,
+}

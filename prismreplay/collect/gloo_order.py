@@ -1,0 +1,131 @@
+"""Reductions bit for bit as gloo's ring computes them.
+
+gloo's ring all-reduce (gloo/allreduce.cc) cuts the data into segments: their number is
+the larger of the number of started MiB and twice the ring's size, rounded up to a multiple of the
+ring's size N. Chunk c is the c-th N-th of the segments. It starts its way on rank c - 1 and
+moves downwards, so its elements are x[c-1] + x[c-2] + ... + x[c-N] (ranks modulo N), added from
+the left. Its reduce works alike. Neither the machine nor the timing takes part in that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from prismtrace.schema import ReduceOp
+
+__all__ = ["FOLD_ORDER", "Chunk", "chunks", "reduce_in_order"]
+
+Tensor = Any
+
+FOLD_ORDER = "gloo-ring"
+"""What headers call it."""
+
+_MOST_SEGMENT_BYTES = 1 << 20
+
+
+class Chunk(NamedTuple):
+    """Elements from `start` to `stop` that are folded over `members` from the left."""
+
+    start: int
+    stop: int
+    members: tuple[int, ...]
+
+
+def chunks(elements: int, itemsize: int, size: int) -> Iterator[Chunk]:
+    """The chunks of a reduction, in order; empty ones are left out.
+
+    Args:
+        elements: number of elements of the tensor.
+        itemsize: bytes of an element.
+        size: members of the group.
+    """
+    nbytes = elements * itemsize
+    # A segment holds whole elements, also where they do not divide a MiB.
+    most = itemsize * max(1, _MOST_SEGMENT_BYTES // itemsize)
+    segments = _up(max(-(-nbytes // most), 2 * size), size)
+    segment = _up(-(-nbytes // segments), itemsize)
+    step = segment * (segments // size) // itemsize
+    for place in range(size):
+        start, stop = min(elements, place * step), min(elements, (place + 1) * step)
+        if start < stop:
+            yield Chunk(start, stop, tuple((place - 1 - hop) % size for hop in range(size)))
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _max(total: Tensor, other: Tensor) -> None:
+    # As std::max: what is not comparable (NaN) leaves the first in place.
+    torch.where(total < other, other, total, out=total)
+
+
+def _min(total: Tensor, other: Tensor) -> None:
+    torch.where(other < total, other, total, out=total)
+
+
+def _add(total: Tensor, other: Tensor) -> None:
+    if total.dtype is torch.bool:
+        total.logical_or_(other)
+    else:
+        total.add_(other)
+
+
+def _multiply(total: Tensor, other: Tensor) -> None:
+    if total.dtype is torch.bool:
+        total.logical_and_(other)
+    else:
+        total.mul_(other)
+
+
+_FOLDS: dict[ReduceOp, Callable[[Tensor, Tensor], object]] = {
+    ReduceOp.SUM: _add,
+    ReduceOp.AVG: _add,
+    ReduceOp.PREMUL_SUM: _add,
+    ReduceOp.PRODUCT: _multiply,
+    ReduceOp.MIN: _min,
+    ReduceOp.MAX: _max,
+    ReduceOp.BAND: lambda total, other: total.bitwise_and_(other),
+    ReduceOp.BOR: lambda total, other: total.bitwise_or_(other),
+    ReduceOp.BXOR: lambda total, other: total.bitwise_xor_(other),
+}
+
+
+def reduce_in_order(
+    read: Callable[[int, int, int], Tensor],
+    elements: int,
+    itemsize: int,
+    size: int,
+    op: ReduceOp,
+    factor: float | None = None,
+) -> Iterator[Tensor]:
+    """The reduced tensor, chunk by chunk.
+
+    Args:
+        read: `read(member, start, stop)` gives a new 1-D tensor with those elements.
+        elements: number of elements of each member's tensor.
+        itemsize: bytes of an element.
+        size: members of the group.
+        op: reduction; AVG divides the sum by `size`, in whole numbers towards zero.
+        factor: of PREMUL_SUM: every input is multiplied with it first.
+    """
+    fold = _FOLDS[op]
+    for chunk in chunks(elements, itemsize, size):
+        total: Tensor = None
+        for member in chunk.members:
+            part = read(member, chunk.start, chunk.stop)
+            if op is ReduceOp.PREMUL_SUM and factor is not None:
+                part.mul_(factor)
+            if total is None:
+                total = part
+            else:
+                fold(total, part)
+        if op is ReduceOp.AVG:
+            if total.is_floating_point() or total.is_complex():
+                total.div_(size)
+            else:
+                total = torch.div(total, size, rounding_mode="trunc")
+        yield total

@@ -1,0 +1,321 @@
+"""The processes of logical ranks, forked from one that has torch loaded.
+
+Importing torch takes a second and 140 MB a process; a fork of a process that has done so takes
+milliseconds and shares nearly all of it. What must not be shared is set anew in each rank: random
+state, standard streams, `sys.argv`, `__main__`, signals, environment.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import threading
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from prismreplay.collect.client import CollectRole, Connection
+from prismreplay.collect.handover import Place
+from prismreplay.collect.messages import Channel
+from prismreplay.collect.programs import ProgramCall
+from prismreplay.collect.stale import RUN_VARIABLE
+from prismtrace.errors import PrismError
+
+__all__ = ["Job", "Observed", "RankProcess", "Streams", "environment", "preload", "start_rank"]
+
+_PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.tensor.parallel.ddp",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint",
+    "torch.distributed.algorithms.join",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch.utils.data",
+    "torch.profiler",
+    # The first step of any optimizer imports it: 100 MB and most of a second.
+    "torch._dynamo",
+    "prismreplay.runtime.installing",
+)
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks of a run have in common.
+
+    `observe` makes what turns a rank's communications into its graph; called in the rank.
+    """
+
+    program: ProgramCall
+    world_size: int
+    local_world_size: int
+    run: str
+    place: Place
+    observe: Callable[[int], Observed]
+    master_port: int = 29500
+    open_files: tuple[int, int] | None = None
+    """The limits of open files that ranks have, when this process has others."""
+
+    def limited(self, open_files: tuple[int, int]) -> Job:
+        """The same with limits of open files."""
+        return replace(self, open_files=open_files)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A `GraphObserver`, how to end its graph, and how to save what it has so far."""
+
+    observer: Any
+    finish: Callable[[], None]
+    flush: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Where a rank's output goes: file descriptors, closed here once the rank has them."""
+
+    out: int
+    err: int
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank's process, its end of the socket, and a descriptor that tells when it ends."""
+
+    rank: int
+    pid: int
+    channel: Channel
+    pidfd: int
+
+
+def preload() -> list[str]:
+    """Import what training programs import; the names of modules that are not there.
+
+    Call it before any other thread exists. One thread an operation unless OMP_NUM_THREADS says
+    otherwise, as torchrun has it: ranks share the machine.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    missing = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in _PRELOADED:
+            try:
+                importlib.import_module(name)
+            except ImportError:
+                missing.append(name)
+    if "torch" in missing:
+        # Says itself what is wrong.
+        importlib.import_module("torch")
+    gc.collect()
+    # The collector writes into every object that it looks at, which unshares its page.
+    gc.freeze()
+    return missing
+
+
+def environment(job: Job, rank: int) -> dict[str, str]:
+    """What torchrun would set for `rank`."""
+    local = job.local_world_size
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_RANK": str(rank % local),
+        "LOCAL_WORLD_SIZE": str(local),
+        "GROUP_RANK": str(rank // local),
+        "GROUP_WORLD_SIZE": str(-(-job.world_size // local)),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(job.world_size),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(job.master_port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": job.run,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        RUN_VARIABLE: job.run,
+    }
+
+
+def start_rank(job: Job, rank: int, streams: Streams, inherited: Iterable[int]) -> RankProcess:
+    """Fork the process of `rank`; it waits for its first turn.
+
+    Args:
+        job: what it runs.
+        rank: global rank.
+        streams: its output.
+        inherited: descriptors that it must not keep, such as those of other ranks.
+    """
+    ours, theirs = socket.socketpair()
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # Python warns of forks beside threads; torch's idle ones hold no lock that ranks need.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        code = 70
+        try:
+            ours.close()
+            for descriptor in inherited:
+                os.close(descriptor)
+            code = _rank_main(job, rank, streams, Channel(theirs), parent)
+        except BaseException:  # noqa: BLE001  nothing may return into the parent's code
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    with contextlib.suppress(OSError):  # the rank does it, too; who is first does not matter
+        os.setpgid(pid, pid)
+    theirs.close()
+    os.close(streams.out)
+    if streams.err != streams.out:
+        os.close(streams.err)
+    return RankProcess(rank, pid, Channel(ours), os.pidfd_open(pid))
+
+
+# --- in the rank ---------------------------------------------------------------------------
+
+
+def _rank_main(job: Job, rank: int, streams: Streams, channel: Channel, parent: int) -> int:
+    _detach(parent)
+    _connect_streams(streams)
+    if job.open_files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, job.open_files)
+    os.environ.update(environment(job, rank))
+    _reseed()
+    faulthandler.enable()
+    observed: Observed | None = None
+
+    def stop() -> None:
+        """Nobody needs this rank any more."""
+        if observed is not None:
+            with contextlib.suppress(Exception):
+                observed.flush()
+        os._exit(0)
+
+    connection = Connection(channel, stop)
+    connection.await_turn()
+    observed = job.observe(rank)
+    return _run(job, connection, observed)
+
+
+def _run(job: Job, connection: Connection, observed: Observed) -> int:
+    """Run the program; its exit code."""
+    from prismreplay.runtime.installing import install
+
+    install(CollectRole(connection, job.place), observed.observer)
+    code = 0
+    try:
+        job.program.run()
+    except SystemExit as exit_:
+        code = _exit_code(exit_)
+    except BaseException as error:  # noqa: BLE001  whatever it is, it is the program's
+        connection.tell(_failure(error))
+        code = 1
+        _show(error)
+    if code == 0:
+        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  as the interpreter
+        observed.finish()
+        atexit._run_exitfuncs()  # noqa: SLF001
+    else:
+        observed.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    return code
+
+
+def _detach(parent: int) -> None:
+    """A process group of its own that ends with the coordinator, and fresh signal handlers."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _connect_streams(streams: Streams) -> None:
+    """Standard streams as in a fresh process, flushed at each line."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, descriptor in enumerate((nothing, streams.out, streams.err)):
+        os.dup2(descriptor, number)
+    for descriptor in {nothing, streams.out, streams.err}:
+        if descriptor > 2:
+            os.close(descriptor)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115, PTH123
+    sys.stdout = sys.__stdout__ = _text_stream(1, "strict")  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _text_stream(2, "backslashreplace")  # type: ignore[misc]
+
+
+def _text_stream(number: int, errors: str) -> Any:
+    return open(number, "w", buffering=1, encoding="utf-8", errors=errors, closefd=False)  # noqa: PTH123, SIM115
+
+
+def _reseed() -> None:
+    """Random state that nobody has set: unlike in other ranks, as in separate processes."""
+    import torch
+
+    torch.seed()
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def _exit_code(exit_: SystemExit) -> int:
+    if exit_.code is None:
+        return 0
+    if isinstance(exit_.code, int):
+        return exit_.code & 0xFF
+    print(exit_.code, file=sys.stderr)
+    return 1
+
+
+def _failure(error: BaseException) -> tuple[str, str | None, str, str | None, str | None, str]:
+    """The message that tells the coordinator of it."""
+    report = "".join(
+        traceback.format_exception(type(error), error, _own_frames(error.__traceback__))
+    )
+    if isinstance(error, PrismError):
+        return "failed", error.code, error.message, error.where, error.hint, report
+    text = traceback.format_exception_only(type(error), error)[-1].strip()
+    return "failed", None, text, None, None, report
+
+
+def _show(error: BaseException) -> None:
+    """Print it as the interpreter would."""
+    error.__traceback__ = _own_frames(error.__traceback__)
+    with contextlib.suppress(Exception):
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _own_frames(found: types.TracebackType | None) -> types.TracebackType | None:
+    """Without the frames that started the program."""
+    first = found
+    while found is not None:
+        path = found.tb_frame.f_code.co_filename
+        if "prismreplay/collect" not in path and not path.startswith("<frozen"):
+            return found
+        found = found.tb_next
+    return first

@@ -1,0 +1,323 @@
+"""The coordinator's process: sockets and processes of ranks on one side, `Coordinator` on the other.
+
+One thread, one loop: read what ranks say, let the coordinator decide, send what it answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from prismreplay.collect.coordinator import Coordinator
+from prismreplay.collect.handover import Parcel
+from prismreplay.collect.logs import RankLogs
+from prismreplay.collect.messages import Message, unpack_op
+from prismreplay.collect.pool import RankProcess
+from prismreplay.collect.watching import IdleWatch, MemoryWatch, cpu_seconds
+from prismreplay.errors import RankFailedError
+from prismreplay.runtime.operations import Group
+
+__all__ = ["Service"]
+
+_TICK_SECONDS = 0.5
+_STOP_SECONDS = 1.0
+"""How long ranks may take to write down what they have, once they are told to stop."""
+_SURE_SECONDS = 5.0
+"""How long threads beside blocked ones may stay silent before it counts as a deadlock."""
+_SILENT_SECONDS = 30.0
+
+
+class Service:
+    """Runs the ranks to their end.
+
+    Args:
+        coordinator: knows what to do.
+        ranks: their processes, which wait for their first turn.
+        logs: their output.
+        on_tick: called about twice a second, with the number of ranks that have ended.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        ranks: Sequence[RankProcess],
+        logs: RankLogs,
+        on_tick: Callable[[int], None] | None = None,
+    ) -> None:
+        self.memory = MemoryWatch()
+        self.largest_rank_bytes = 0
+        self._coordinator = coordinator
+        self._alive = {one.rank: one for one in ranks}
+        self._logs = logs
+        self._on_tick = on_tick
+        self._idle = IdleWatch()
+        self._failures: dict[int, Message] = {}
+        self._selector = selectors.DefaultSelector()
+        self._silent_since = time.monotonic()
+        self._told_silence = False
+        for one in ranks:
+            self._selector.register(one.channel, selectors.EVENT_READ, (self._hear, one))
+            self._selector.register(one.pidfd, selectors.EVENT_READ, (self._bury, one))
+
+    def watch_output(self, descriptors: Sequence[int]) -> None:
+        """Pass on what comes out of these pipes."""
+        for descriptor in descriptors:
+            self._selector.register(descriptor, selectors.EVENT_READ, (self._pump, descriptor))
+
+    def run(self) -> None:
+        """Until all ranks have ended.
+
+        Raises:
+            RankFailedError: one of them failed.
+            DeadlockError: they cannot go on.
+            MismatchError: their communications do not fit.
+        """
+        for rank in self._alive:
+            self._coordinator.begin(rank)
+        next_tick = time.monotonic() + _TICK_SECONDS
+        while not self._coordinator.finished:
+            self._coordinator.grant()
+            self._send()
+            if self._coordinator.stuck:
+                self._get_unstuck()
+                continue
+            for key, _ in self._selector.select(max(0.0, next_tick - time.monotonic())):
+                handle, what = key.data
+                handle(what)
+            now = time.monotonic()
+            if now >= next_tick:
+                self._tick(now)
+                next_tick = now + _TICK_SECONDS
+
+    def stop(self) -> None:
+        """End all ranks that are left: politely for a second, then at once. Never fails."""
+        for one in self._alive.values():
+            with contextlib.suppress(OSError):
+                one.channel.send(("stop", 0))
+        deadline = time.monotonic() + _STOP_SECONDS
+        while self._alive and time.monotonic() < deadline:
+            for key, _ in self._selector.select(0.05):
+                handle, what = key.data
+                if handle == self._pump:
+                    self._pump(what)
+            self._reap(block=False)
+        for one in self._alive.values():
+            _kill_group(one.pid)
+        self._reap(block=True)
+        self._selector.close()
+        self._logs.close()
+
+    # --- events -----------------------------------------------------------------------
+
+    def _hear(self, one: RankProcess) -> None:
+        """Read what a rank says."""
+        try:
+            messages = one.channel.receive_available()
+        except EOFError:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(one.channel)
+            return
+        self._idle.forget(one.rank)
+        self._silent_since = time.monotonic()
+        for message, file in messages:
+            self._handle(one.rank, message, file)
+
+    def _handle(self, rank: int, message: Message, file: int | None) -> None:
+        to = self._coordinator
+        name = message[0]
+        if name == "submit":
+            _, ticket, packed, data = message
+            op = unpack_op(packed, to.groups_of(rank))
+            nbytes = sum(spec.nbytes for spec in op.inputs)
+            to.submit(rank, ticket, op, Parcel(data, file, nbytes))
+        elif name == "wait":
+            to.wait(rank, *message[1:])
+        elif name == "poll":
+            to.poll(rank, *message[1:])
+        elif name == "store":
+            to.ask_store(rank, *message[1:])
+        elif name == "join":
+            to.join(rank, _group(message))
+        elif name == "failed":
+            self._failures[rank] = message
+            raise self._failure(rank, 1)
+        else:
+            raise ValueError(f"rank {rank} says {name!r}")
+
+    def _bury(self, one: RankProcess) -> None:
+        """A rank's process has ended."""
+        with contextlib.suppress(KeyError):
+            # It may have said something before.
+            self._selector.get_key(one.channel)
+            self._hear_all(one)
+        status = self._collect_status(one, os.WNOHANG)
+        if status is None:
+            return
+        code = os.waitstatus_to_exitcode(status)
+        if code != 0:
+            raise self._failure(one.rank, code)
+        self._coordinator.end(one.rank, code)
+
+    def _hear_all(self, one: RankProcess) -> None:
+        while True:
+            try:
+                messages = one.channel.receive_available()
+            except EOFError:
+                return
+            if not messages:
+                return
+            for message, file in messages:
+                self._handle(one.rank, message, file)
+
+    def _pump(self, descriptor: int) -> None:
+        if not self._logs.pump(descriptor):
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(descriptor)
+
+    def _send(self) -> None:
+        outbox = self._coordinator.outbox
+        while outbox:
+            sent = outbox.popleft()
+            one = self._alive.get(sent.rank)
+            if one is None:
+                continue
+            file = None if sent.parcel is None else sent.parcel.file
+            # A rank that has just died is noticed by its process.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                one.channel.send(sent.message, file)
+
+    # --- time -------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> None:
+        turns = self._coordinator.turns
+        running = [(rank, self._alive[rank].pid) for rank in turns.running if rank in self._alive]
+        idle = self._idle.idle(running, now)
+        if turns.ready:
+            for rank in idle:
+                self._coordinator.lend(rank)
+        if not self._told_silence and now - self._silent_since > _SILENT_SECONDS and idle:
+            self._told_silence = True
+            print(
+                f"note: rank {idle[0]} neither computes nor communicates, for "
+                f"{_SILENT_SECONDS:.0f} s now; its output is in {self._logs.path(idle[0])}",
+                file=sys.stderr,
+            )
+        self.memory.sample([one.pid for one in self._alive.values()], now)
+        if self._on_tick is not None:
+            self._on_tick(len(self._coordinator.ended))
+
+    def _get_unstuck(self) -> None:
+        """Nobody can go on: let a wait with a time limit fail, or say who waits for whom."""
+        if self._coordinator.unsure and self._somebody_speaks():
+            return
+        if self._coordinator.time_out():
+            return
+        raise self._coordinator.deadlock()
+
+    def _somebody_speaks(self) -> bool:
+        """Wait for threads that are not blocked; False if they do not communicate."""
+        deadline = time.monotonic() + _SURE_SECONDS
+        used = None
+        while time.monotonic() < deadline:
+            events = self._selector.select(0.25)
+            if events:
+                for key, _ in events:
+                    handle, what = key.data
+                    handle(what)
+                return True
+            now_used = sum(cpu_seconds(one.pid) for one in self._alive.values())
+            if used is not None and now_used > used:
+                deadline = time.monotonic() + _SURE_SECONDS
+            used = now_used
+        return False
+
+    # --- ends -------------------------------------------------------------------------
+
+    def _failure(self, rank: int, code: int) -> Exception:
+        """What to say about a rank that failed."""
+        told = self._failures.get(rank)
+        log = self._logs.path(rank)
+        if told is not None:
+            _, kind, message, where, hint, report = told
+            own = _error_class(kind)
+            if own is not None:
+                place = f"rank {rank}" + (f", {where}" if where else "")
+                return own(message, where=place, hint=hint)
+            return RankFailedError(
+                f"rank {rank} failed: {message}",
+                where=str(log),
+                report=report,
+                hint="the traceback of that rank is above; the other ranks were stopped",
+            )
+        if code > 0:
+            return RankFailedError(
+                f"rank {rank} ended with exit code {code}",
+                where=str(log),
+                report=self._logs.tail(rank),
+                hint="the end of what it printed is above; the other ranks were stopped",
+            )
+        name = signal.Signals(-code).name
+        hint = "the end of what it printed is above; the other ranks were stopped"
+        if -code == signal.SIGKILL:
+            hint = (
+                "most likely the machine ran out of memory: use fewer ranks or a smaller model, or "
+                "look into the kernel's log (dmesg)"
+            )
+        return RankFailedError(
+            f"rank {rank} was killed by {name}",
+            where=str(log),
+            report=self._logs.tail(rank),
+            hint=hint,
+        )
+
+    def _collect_status(self, one: RankProcess, flags: int) -> int | None:
+        pid, status, usage = os.wait4(one.pid, flags)
+        if pid == 0:
+            return None
+        self.largest_rank_bytes = max(self.largest_rank_bytes, usage.ru_maxrss * 1024)
+        self._alive.pop(one.rank, None)
+        # Workers that it started and did not end.
+        _kill_group(one.pid)
+        for registered in (one.channel, one.pidfd):
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(registered)
+        one.channel.close()
+        os.close(one.pidfd)
+        return int(status)
+
+    def _reap(self, *, block: bool) -> None:
+        for one in list(self._alive.values()):
+            self._collect_status(one, 0 if block else os.WNOHANG)
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _group(message: Message) -> Group:
+    _, _, name, ranks, place, backend, generation, desc = message
+    return Group(name, tuple(ranks), place, backend, generation, desc)
+
+
+def _error_class(code: Any) -> Any:
+    """The class of our errors that a rank raised."""
+    from prismreplay import errors
+
+    return next(
+        (
+            kind
+            for kind in vars(errors).values()
+            if isinstance(kind, type)
+            and issubclass(kind, errors.ReplayError)
+            and code is not None
+            and kind.code == code
+        ),
+        None,
+    )

@@ -1,0 +1,143 @@
+"""What dead runs left behind, and the names by which it is found.
+
+A run keeps temporary files in one folder, `prismreplay-<namespace>-<pid>-<start>`. Its owner is
+the process with that pid in that pid namespace, if it also began at that time: numbers of
+processes are used again. A run whose owner is gone is dead; nothing of a live one, or of another
+container, is ever touched.
+
+Ranks die with their owner, but what they started may not. Each rank leads a process group,
+which the folder lists; programs that a rank executed carry the run's name in their environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["RUN_VARIABLE", "Cleaned", "clean", "note_groups", "run_name", "start_time"]
+
+RUN_VARIABLE = "PRISMREPLAY_RUN"
+"""Environment variable that holds the name of the run in all its processes."""
+
+_GROUPS_FILE = "process-groups"
+_NAME = re.compile(r"prismreplay-(\d+)-(\d+)-(\d+)")
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """What was removed."""
+
+    folders: tuple[str, ...] = ()
+    processes: tuple[int, ...] = ()
+
+
+def run_name(pid: int | None = None) -> str:
+    """Name of the run that this process (or `pid`) owns."""
+    owner = os.getpid() if pid is None else pid
+    return f"prismreplay-{_namespace()}-{owner}-{start_time(owner)}"
+
+
+def start_time(pid: int) -> int | None:
+    """When a process began, in ticks since the machine did; None if there is none."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] == "Z" else int(fields[19])
+
+
+def note_groups(folder: Path, leaders: Iterable[int]) -> None:
+    """Write down which process groups belong to the run of `folder`."""
+    lines = [f"{leader} {start_time(leader) or 0}" for leader in leaders]
+    (folder / _GROUPS_FILE).write_text("\n".join(lines), encoding="ascii")
+
+
+def clean(folder: Path | None = None) -> Cleaned:
+    """End processes and remove folders of dead runs of this user; runs have theirs in `folder`."""
+    parent = Path(tempfile.gettempdir()) if folder is None else folder
+    dead = [entry for entry in parent.glob("prismreplay-*") if _is_dead_folder(entry)]
+    groups: dict[int, int] = {}
+    for entry in dead:
+        groups.update(_groups_of(entry))
+    processes = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and _is_left_over(int(entry.name), groups):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(int(entry.name), signal.SIGKILL)
+                processes.append(int(entry.name))
+    folders = []
+    for entry in dead:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(entry)
+            folders.append(str(entry))
+    return Cleaned(tuple(folders), tuple(processes))
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of a process from its state on."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # The name in brackets may hold anything, also brackets and spaces.
+    return text.rpartition(")")[2].split()
+
+
+def _namespace() -> int:
+    """Number of this process's pid namespace."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
+
+
+def _is_dead(name: str) -> bool:
+    match = _NAME.fullmatch(name)
+    if match is None or int(match[1]) != _namespace():
+        return False
+    return start_time(int(match[2])) != int(match[3])
+
+
+def _is_dead_folder(entry: Path) -> bool:
+    try:
+        mine = entry.lstat().st_uid == os.getuid() and entry.is_dir() and not entry.is_symlink()
+    except OSError:
+        return False
+    return mine and _is_dead(entry.name)
+
+
+def _groups_of(folder: Path) -> dict[int, int]:
+    """The process groups of a run, with the start times of their leaders."""
+    try:
+        lines = (folder / _GROUPS_FILE).read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return {}
+    pairs = [line.split() for line in lines]
+    return {int(pair[0]): int(pair[1]) for pair in pairs if len(pair) == 2}
+
+
+def _is_left_over(pid: int, groups: Mapping[int, int]) -> bool:
+    fields = _stat(pid)
+    if fields is None or pid == os.getpid() or fields[0] == "Z":
+        return False
+    try:
+        if Path(f"/proc/{pid}").stat().st_uid != os.getuid():
+            return False
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # another user's, or gone
+        return False
+    leader = int(fields[2])
+    if leader in groups:
+        # As long as a group has members, its number is not given to anybody else.
+        leader_start = start_time(leader)
+        return leader_start in (None, groups[leader]) and int(fields[19]) >= groups[leader]
+    key = f"{RUN_VARIABLE}=".encode()
+    return any(
+        _is_dead(entry[len(key) :].decode(errors="replace"))
+        for entry in environment.split(b"\0")
+        if entry.startswith(key)
+    )

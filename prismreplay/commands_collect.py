@@ -1,0 +1,185 @@
+"""The command `prismreplay collect`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prismtrace import console
+
+if TYPE_CHECKING:
+    from prismreplay.collect.collecting import CollectReport
+
+__all__ = ["collect"]
+
+
+def collect(
+    program: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- SCRIPT.py [ARGUMENTS]...",
+            help="The program and its own arguments, after two dashes. -m NAME runs a module.",
+        ),
+    ],
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")],
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="Devices to run them on. Default: the CPU cores."),
+    ] = None,
+    per_device: Annotated[
+        int, typer.Option(min=1, help="Ranks that compute on one device at a time.")
+    ] = 1,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The graph to write.")] = Path(
+        "bare.parquet"
+    ),
+    local_world_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks of one host, as the program sees it. Default: all."),
+    ] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where the output of ranks goes. Default: beside the graph."),
+    ] = None,
+    show_rank: Annotated[
+        str, typer.Option(help="Ranks whose output is shown, as in 0,3-5; all; none.")
+    ] = "0",
+    shm_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for tensors that ranks hand over. Default: memory."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Run a program on all ranks of a big job, a few at a time, and write its graph.
+
+    The program needs no change: it sees what torchrun would show it, and computes the same, bit
+    for bit. Its ranks take turns; a rank gives its turn up when it has to wait for another one.
+
+    Example: prismreplay collect --world-size 64 --devices 2 -- train.py --steps 3
+    """
+    from prismreplay.collect.programs import program_of
+
+    _check_options(world_size, local_world_size, shm_dir)
+    call = program_of(program)
+    call.check()
+    console.warn_of_suffix(output)
+    # Before torch is imported, which counts its threads then.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from prismreplay.collect.collecting import CollectOptions, usable_devices
+    from prismreplay.collect.collecting import collect as run
+    from prismreplay.errors import DeadlockError, RankFailedError
+
+    options = CollectOptions(
+        world_size=world_size,
+        devices=devices or usable_devices(),
+        per_device=per_device,
+        local_world_size=local_world_size,
+        log_dir=log_dir,
+        shown=_shown(show_rank, world_size),
+        quiet_stdout=json,
+        shm_dir=shm_dir,
+    )
+    bar = _LateBar(world_size)
+    try:
+        report = run(call, output, options, progress=bar.show)
+    except (DeadlockError, RankFailedError) as error:
+        bar.close()
+        if error.report:
+            print(error.report.rstrip(), file=sys.stderr)
+        raise
+    finally:
+        bar.close()
+    if json:
+        console.print_json(report)
+    else:
+        _print(report)
+
+
+class _LateBar:
+    """A progress bar that is drawn only once ranks run: its thread must not be forked."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._ended = 0
+        self._context: Any = None
+        self._bar: Any = None
+
+    def show(self, ended: int, text: str) -> None:
+        if self._context is None:
+            self._context = console.progress("collecting", self._total)
+            self._bar = self._context.__enter__()
+        self._bar.describe(f"collecting: {text}; ranks ended")
+        self._bar.advance(ended - self._ended)
+        self._ended = ended
+
+    def close(self) -> None:
+        if self._context is not None:
+            self._context.__exit__(None, None, None)
+            self._context = None
+
+
+def _check_options(world_size: int, local_world_size: int | None, shm_dir: Path | None) -> None:
+    if local_world_size is not None and local_world_size > world_size:
+        raise typer.BadParameter(
+            f"--local-world-size is more than the {world_size} ranks there are"
+        )
+    if shm_dir is not None and not shm_dir.is_dir():
+        raise typer.BadParameter(f"--shm-dir {shm_dir} is no folder")
+
+
+def _shown(text: str, world_size: int) -> tuple[int, ...]:
+    from prismtrace.ranks import parse_ranks
+
+    if text == "all":
+        return tuple(range(world_size))
+    if text in ("none", ""):
+        return ()
+    try:
+        ranks = parse_ranks(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--show-rank {text}: {error}") from error
+    if any(rank >= world_size for rank in ranks):
+        raise typer.BadParameter(f"--show-rank {text}: there are {world_size} ranks, from 0")
+    return ranks
+
+
+def _print(report: CollectReport) -> None:
+    naive = report.naive_context_switches
+    steps = len(report.steps)
+    rows: list[tuple[str, object]] = [
+        ("ranks", f"{report.world_size}, at most {report.most_running} computing at a time"),
+        ("steps", f"{steps}" if steps else "none found"),
+        ("graph", f"{report.nodes:,} nodes, {console.counted(report.groups, 'group')}"),
+        ("collectives", f"{report.collectives:,}"),
+        ("messages", f"{report.messages:,}"),
+        (
+            "context switches",
+            f"{report.context_switches:,}"
+            + ("" if naive is None else f" (taking ranks in turn: {naive:,})"),
+        ),
+        ("rounds", f"{report.rounds:,}"),
+        ("time", f"{report.wall_s:.1f} s, {report.start_s:.1f} s of it to start"),
+        (
+            "memory",
+            f"{report.peak_memory_bytes / 1e6:,.0f} MB for all ranks at the most seen",
+        ),
+        ("logs", str(report.log_dir)),
+    ]
+    if report.supplied:
+        rows.insert(5, ("supplied", f"{report.supplied:,} communications without partners"))
+    if report.unreceived:
+        rows.append(("warning", f"{report.unreceived:,} messages were never received"))
+    if report.cleaned.folders or report.cleaned.processes:
+        rows.append(
+            (
+                "cleaned up",
+                f"{console.counted(len(report.cleaned.processes), 'process')} and "
+                f"{console.counted(len(report.cleaned.folders), 'folder')} of dead runs",
+            )
+        )
+    for name, text in rows:
+        print(f"{name + ':':<18} {text}")
+    console.announce_output(report.output)
