@@ -7,6 +7,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from prismreplay.commands_collect import collect
+from prismreplay.commands_record import record
 from prismtrace import console
 
 __all__ = ["app", "main"]
@@ -18,6 +19,7 @@ app = console.new_app(
 
 # What comes after the program's name is the program's own, also without two dashes.
 app.command(context_settings={"allow_interspersed_args": False})(collect)
+app.command(context_settings={"allow_interspersed_args": False})(record)
 
 
 @app.command()

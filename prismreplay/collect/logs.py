@@ -9,13 +9,20 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prismreplay.collect.pool import Streams
 from prismtrace.output import output_error
 
-__all__ = ["RankLogs"]
+__all__ = ["RankLogs", "Streams"]
 
 _READ_SIZE = 1 << 16
 _TAIL_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Where a rank's output goes: file descriptors, closed here once the rank has them."""
+
+    out: int
+    err: int
 
 
 @dataclass

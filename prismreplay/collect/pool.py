@@ -29,12 +29,13 @@ from typing import Any
 
 from prismreplay.collect.client import CollectRole, Connection
 from prismreplay.collect.handover import Place
+from prismreplay.collect.logs import Streams
 from prismreplay.collect.messages import Channel
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.collect.stale import RUN_VARIABLE
 from prismtrace.errors import PrismError
 
-__all__ = ["Job", "Observed", "RankProcess", "Streams", "environment", "preload", "start_rank"]
+__all__ = ["Job", "Observed", "RankProcess", "environment", "preload", "start_rank"]
 
 _PRELOADED = (
     "torch",
@@ -86,14 +87,6 @@ class Observed:
     observer: Any
     finish: Callable[[], None]
     flush: Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Streams:
-    """Where a rank's output goes: file descriptors, closed here once the rank has them."""
-
-    out: int
-    err: int
 
 
 @dataclass(frozen=True)

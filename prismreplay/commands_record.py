@@ -1,0 +1,138 @@
+"""The command `prismreplay record`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prismtrace import console
+
+if TYPE_CHECKING:
+    from prismreplay.record import RecordReport
+    from prismtrace.assembling import AssembleReport
+
+__all__ = ["record"]
+
+
+def record(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- COMMAND...",
+            help="A launcher with all it needs, or a script and its arguments, after two dashes.",
+        ),
+    ] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The trace to write.")] = Path(
+        "recorded.parquet"
+    ),
+    nproc_per_node: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Start this many ranks of a script here, without a launcher. Default for a "
+            "script: 1.",
+        ),
+    ] = None,
+    spools: Annotated[
+        Path | None,
+        typer.Option(
+            help="Only record, into this folder: on several hosts, each runs its launcher with "
+            "it; then put the folders together and use --assemble."
+        ),
+    ] = None,
+    assemble: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run nothing: make the trace of this folder of spools, also of a run that failed."
+        ),
+    ] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where the output of ranks goes that are started here. Default: beside the trace."
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Record a true run of a program: which rank computes and communicates when.
+
+    The program needs no change, and costs little more time. Ranks compute on CPUs, over gloo.
+
+    Examples: prismreplay record -- torchrun --nproc-per-node 8 train.py --steps 3
+
+    prismreplay record --nproc-per-node 8 -- train.py --steps 3
+    """
+    words = command or []
+    _check_usage(words, nproc_per_node, spools, assemble)
+    console.warn_of_suffix(output)
+    if assemble is not None:
+        _assemble(assemble, output, json=json)
+        return
+    from prismreplay.collect.programs import program_of
+    from prismreplay.errors import RankFailedError
+    from prismreplay.record import record as run
+    from prismreplay.record import record_spools
+
+    is_script = nproc_per_node is not None or words[0] == "-m" or words[0].endswith(".py")
+    program = program_of(words) if is_script else None
+    ranks = nproc_per_node or 1
+    try:
+        if spools is not None:
+            record_spools(words, spools, program=program, ranks=ranks, log_dir=log_dir)
+            print(f"recorded {console.counted(len(list(spools.glob('*.spool'))), 'rank')}")
+            print(f"next: prismreplay record --assemble {spools} -o {output}")
+            return
+        report = run(
+            words, output, program=program, ranks=ranks, log_dir=log_dir, quiet_stdout=json
+        )
+    except RankFailedError as error:
+        if error.report:
+            print(error.report, file=sys.stderr)
+        raise
+    _show(report, json=json)
+
+
+def _check_usage(
+    words: list[str], nproc_per_node: int | None, spools: Path | None, assemble: Path | None
+) -> None:
+    if assemble is not None and (words or nproc_per_node or spools):
+        raise typer.BadParameter("--assemble runs nothing: give it with --output only")
+    if assemble is None and not words:
+        raise typer.BadParameter("no program is given; it comes after two dashes: -- train.py")
+
+
+def _assemble(folder: Path, output: Path, *, json: bool) -> None:
+    from prismreplay.record import assemble_spools
+
+    made = assemble_spools(folder, output)
+    if made.cut_ranks:
+        cut = ", ".join(map(str, made.cut_ranks))
+        print(
+            f"warning: cut off before their end: ranks {cut}; {made.dropped:,} nodes of steps that "
+            "not all ranks finished are left out",
+            file=sys.stderr,
+        )
+    if made.missing_ranks:
+        print(f"warning: no spool of {len(made.missing_ranks)} ranks", file=sys.stderr)
+    _show(made, json=json)
+
+
+def _show(report: RecordReport | AssembleReport, *, json: bool) -> None:
+    if json:
+        console.print_json(report)
+        return
+    steps = len(report.steps)
+    rows = [
+        ("ranks", f"{len(report.ranks)} of {report.world_size}"),
+        ("steps", f"{steps}" if steps else "none found"),
+        ("graph", f"{report.nodes:,} nodes, {console.counted(report.groups, 'group')}"),
+    ]
+    if hasattr(report, "run_s"):
+        rows.append(("time", f"{report.run_s:.1f} s"))
+    rows += [(name, f"{number:,}") for name, number in report.policies.items()]
+    for name, text in rows:
+        print(f"{name + ':':<26} {text}")
+    console.announce_output(report.output)

@@ -1,0 +1,161 @@
+"""The ranks of a job as plain processes of this machine, as torchrun would start them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from prismreplay.collect.logs import RankLogs
+from prismreplay.collect.programs import ProgramCall
+from prismreplay.errors import ProgramError, RankFailedError
+
+__all__ = ["run_command", "run_ranks"]
+
+_LOOK_SECONDS = 0.1
+_GRACE_SECONDS = 3.0
+"""What is asked to end has this long before it is killed."""
+
+
+def run_ranks(
+    program: ProgramCall, count: int, environment: Mapping[str, str], logs: RankLogs
+) -> None:
+    """Run `count` ranks of a program to their end.
+
+    Raises:
+        RankFailedError: a rank failed; the others were ended.
+    """
+    words = [sys.executable, "-u"]
+    words += ["-m", program.path] if program.is_module else [program.path]
+    words += program.arguments
+    port = _free_port()
+    processes: list[subprocess.Popen[bytes]] = []
+    with selectors.DefaultSelector() as selector, contextlib.closing(logs):
+        try:
+            for rank in range(count):
+                streams, pipes = logs.open(rank)
+                variables = {**environment, **_variables(rank, count, port)}
+                processes.append(
+                    subprocess.Popen(  # noqa: S603  the program to record
+                        words,
+                        env=variables,
+                        stdin=subprocess.DEVNULL,
+                        stdout=streams.out,
+                        stderr=streams.err,
+                        start_new_session=True,
+                    )
+                )
+                for descriptor in {streams.out, streams.err}:
+                    os.close(descriptor)
+                for pipe in pipes:
+                    selector.register(pipe, selectors.EVENT_READ)
+            _watch(processes, selector, logs)
+        finally:
+            _end(processes)
+
+
+def _variables(rank: int, count: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank on one host."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _watch(
+    processes: Sequence[subprocess.Popen[bytes]],
+    selector: selectors.BaseSelector,
+    logs: RankLogs,
+) -> None:
+    """Pass output on until all ranks have ended, or one has failed."""
+    running = dict(enumerate(processes))
+    while running:
+        if not selector.get_map():
+            time.sleep(_LOOK_SECONDS)
+        for key, _ in selector.select(_LOOK_SECONDS):
+            if not logs.pump(key.fd):
+                selector.unregister(key.fd)
+        for rank, process in list(running.items()):
+            code = process.poll()
+            if code:
+                raise RankFailedError(
+                    f"rank {rank} {_ending(code)}",
+                    where=str(logs.path(rank)),
+                    report=logs.tail(rank),
+                )
+            if code == 0:
+                del running[rank]
+
+
+def _ending(code: int) -> str:
+    """What an exit code says."""
+    if code > 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask what still runs to end, with all it started; then kill it."""
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        _signal(process, signal.SIGTERM)
+    limit = time.monotonic() + _GRACE_SECONDS
+    for process in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, limit - time.monotonic()))
+    for process in running:
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def run_command(words: Sequence[str], environment: Mapping[str, str], *, quiet: bool) -> int:
+    """Run any launcher to its end; its exit code. With `quiet` all it prints goes to stderr.
+
+    Raises:
+        ProgramError: it cannot be started.
+    """
+    try:
+        process = subprocess.Popen(  # noqa: S603  the program to record
+            words,
+            env=dict(environment),
+            stdout=sys.stderr.fileno() if quiet else None,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ProgramError(
+            f"cannot be started: {os.strerror(error.errno or 0)}",
+            where=words[0],
+            hint="give a launcher such as torchrun, or a script and --nproc-per-node",
+        ) from error
+    try:
+        return process.wait()
+    finally:
+        _end([process])
