@@ -18,7 +18,7 @@ from prismreplay.collect.handover import torch_dtype
 from prismreplay.errors import TensorRecordingError
 from prismreplay.runtime.operations import Call, Op, TensorSpec
 from prismreplay.tensors.recording import FORMAT, INDEX_SCHEMA, MANIFEST, digest_of
-from prismtrace.ranks import parse_ranks
+from prismtrace.ranks import format_ranks, parse_ranks
 from prismtrace.schema import DType
 
 __all__ = ["RecordedTensor", "RecordedTensors"]
@@ -37,6 +37,8 @@ class RecordedTensor:
 
     call: Call
     spec: TensorSpec
+    splits: tuple[int, ...]
+    """Rows along its first dimension for each member, in an uneven all_to_all."""
     shard: int | None
     """None: it has no elements."""
     sha256: bytes
@@ -67,6 +69,7 @@ class RecordedTensors:
         self.verify = verify
         self.manifest = _manifest(self.folder)
         self.world_size = int(self.manifest["world_size"])
+        self.sandbox = frozenset(parse_ranks(str(self.manifest.get("sandbox", ""))))
         self.complete = bool(self.manifest.get("complete"))
         self.groups: dict[str, tuple[int, ...]] = {
             key: tuple(parse_ranks(ranks)) for key, ranks in self.manifest["groups"].items()
@@ -196,9 +199,9 @@ class RecordedTensors:
         group, seq, src, dst = key
         what = f"rank={rank} group={group} seq={seq}" + ("" if src is None else f" to={dst}")
         reason = "" if self.complete else "; the recording was interrupted"
-        sandbox = self.manifest.get("sandbox")
-        if self.complete and sandbox:
-            reason = f"; it holds what concerns the sandbox ranks {sandbox}"
+        if self.complete and self.sandbox:
+            ranks = format_ranks(tuple(sorted(self.sandbox)))
+            reason = f"; it holds what concerns the sandbox ranks {ranks}"
         raise self._error(f"holds no tensors of {what}{reason}", _AGAIN)
 
     def _read_index(self) -> pl.DataFrame:
@@ -214,7 +217,11 @@ class RecordedTensors:
         index: dict[tuple[Any, ...], list[RecordedTensor]] = {}
         for row in self._rows.filter(pl.col("rank") == rank).iter_rows():
             entry = RecordedTensor(
-                Call(row[5]), TensorSpec(tuple(row[8]), DType(row[7])), row[9], row[10]
+                call=Call(row[5]),
+                spec=TensorSpec(tuple(row[8]), DType(row[7])),
+                splits=tuple(row[9] or ()),
+                shard=row[10],
+                sha256=row[11],
             )
             entries = index.setdefault(tuple(row[1:5]), [])
             if row[6] != len(entries):

@@ -62,11 +62,13 @@ _INDEX: dict[str, pl.DataType] = {
     "input": pl.Int32(),
     "dtype": pl.Categorical(),
     "shape": pl.List(pl.Int64()),
+    "splits": pl.List(pl.Int64()),
     "shard": pl.Int32(),
     "sha256": pl.Binary(),
 }
 INDEX_SCHEMA = pl.Schema(_INDEX)
-"""Columns of the index. `src` and `dst` are null for collectives; `shard` for empty tensors."""
+"""Columns of the index. `src` and `dst` are null for collectives, `shard` for empty tensors;
+`splits` are those of an uneven all_to_all."""
 
 
 class RecordTensors(StrEnum):
@@ -184,6 +186,7 @@ class TensorRecorder:
                     place,
                     spec.dtype.value,
                     list(spec.shape),
+                    list(op.input_splits) or None,
                     shard,
                     digest,
                 )

@@ -1,0 +1,133 @@
+"""A supplier that knows from a recording what the other ranks contributed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from prismreplay.collect.executor import Executor
+from prismreplay.collect.handover import Parcel, ParcelWriter, Place, torch_dtype
+from prismreplay.collect.matching import Instance, Request
+from prismreplay.errors import TensorRecordingError
+from prismreplay.runtime.operations import Call, Op
+from prismreplay.tensors.recorded import RecordedTensor, RecordedTensors
+from prismreplay.tensors.recording import RecordTensors
+
+__all__ = ["RecordingSupplier"]
+
+Tensor = Any
+"""A torch.Tensor; torch carries no types that a strict checker accepts."""
+
+_ROOT_GIVES = (Call.BROADCAST, Call.SCATTER)
+
+
+class RecordingSupplier:
+    """Performs operations with the rank's own inputs and the recorded ones of its partners.
+
+    See `prismreplay.collect.supplying.Supplier`. Reductions are done in the order of the real
+    backend: with the same program the results are those of the recorded run, bit for bit. Where
+    only operations of a sandbox were recorded, others are performed for real.
+    """
+
+    def __init__(self, recorded: RecordedTensors, place: Place | None = None) -> None:
+        self.recorded = recorded
+        self._place = place or Place()
+        self._executor = Executor(self._place)
+        self._all = recorded.manifest.get("choice") == RecordTensors.ALL
+
+    def supply(self, rank: int, op: Op, inputs: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """See `prismreplay.collect.supplying.Supplier.supply`."""
+        if op.seq is None or not self._covers(op):
+            return None
+        self.recorded.require_job(
+            world_size=self.recorded.world_size, groups={op.group.key: op.group.ranks}
+        )
+        if op.call in (Call.SEND, Call.BARRIER):
+            return []
+        if op.call is Call.RECV:
+            return self._received(rank, op)
+        members = [self._request(member, rank, op, inputs) for member in op.group.ranks]
+        instance = Instance(0, op.group.ranks, dict(zip(op.group.ranks, members, strict=True)))
+        for member in members:
+            member.instance = instance
+        parcel, spans = self._executor.perform(members)[op.group.ranks.index(rank)]
+        return [
+            parcel.part(span.offset if span else 0, spec.shape, torch_dtype(spec))
+            for span, spec in zip(spans, op.outputs, strict=True)
+        ]
+
+    def _covers(self, op: Op) -> bool:
+        """True when the recording should hold this operation."""
+        if self._all:
+            return True
+        if op.call in (Call.SEND, Call.RECV):
+            ends = {op.peer, op.group.global_rank}
+            return not self.recorded.sandbox.isdisjoint(ends)
+        return not self.recorded.sandbox.isdisjoint(op.group.ranks)
+
+    def _received(self, rank: int, op: Op) -> list[Tensor]:
+        group, sender = op.group.key, op.peer
+        if sender is None or op.seq is None:
+            raise AssertionError("a receive from anyone is not supplied")
+        found = self.recorded.sent_entries(group, sender, rank, op.seq)
+        if [entry.spec.nbytes for entry in found] != [spec.nbytes for spec in op.outputs]:
+            raise self._unlike(rank, op, sender, found)
+        return [
+            self.recorded.read(entry).reshape(spec.shape)
+            for entry, spec in zip(found, op.outputs, strict=True)
+        ]
+
+    def _request(self, member: int, rank: int, op: Op, inputs: Sequence[Tensor]) -> Request:
+        """What a member of the operation contributes, as the executor wants it."""
+        own = replace(op, group=replace(op.group, rank=op.group.ranks.index(member)))
+        instance = Instance(0, ())
+        if member == rank:
+            return Request(rank, 0, own, _parcel(inputs, self._place), instance)
+        if op.call in _ROOT_GIVES and member != op.root:
+            return Request(member, 0, replace(own, inputs=()), Parcel(b"", None, 0), instance)
+        found = self.recorded.entries(member, op.group.key, op.seq or 0)
+        if found[0].call is not op.call:
+            raise self._unlike(rank, op, member, found)
+        tensors = [self.recorded.read(entry) for entry in found]
+        specs = tuple(entry.spec for entry in found)
+        own = replace(own, inputs=specs, input_splits=found[0].splits)
+        self._require_fit(rank, op, member, found)
+        return Request(member, 0, own, _parcel(tensors, self._place), instance)
+
+    def _require_fit(self, rank: int, op: Op, member: int, found: Sequence[RecordedTensor]) -> None:
+        """Refuse what the executor could not combine with the rank's own inputs."""
+        if op.call in (Call.ALL_REDUCE, Call.REDUCE, Call.REDUCE_SCATTER_SINGLE) and (
+            [entry.spec.elements for entry in found] != [spec.elements for spec in op.inputs]
+        ):
+            raise self._unlike(rank, op, member, found)
+        if op.call is Call.ALL_TO_ALL_SINGLE:
+            me, them = op.group.ranks.index(rank), op.group.ranks.index(member)
+            rows = found[0].spec.shape[0] // op.group.size
+            sent = found[0].splits[me] if found[0].splits else rows
+            expected = (
+                op.output_splits[them]
+                if op.output_splits
+                else op.outputs[0].shape[0] // op.group.size
+            )
+            if sent != expected:
+                raise self._unlike(rank, op, member, found)
+
+    def _unlike(
+        self, rank: int, op: Op, member: int, found: Sequence[RecordedTensor]
+    ) -> TensorRecordingError:
+        shapes = ", ".join(f"{entry.spec.dtype.value}{list(entry.spec.shape)}" for entry in found)
+        return TensorRecordingError(
+            f"rank {member} contributed {found[0].call.value} of {shapes} when it was recorded, "
+            f"which does not fit the {op.call.value} of rank {rank}",
+            where=f"{self.recorded.folder}, group={op.group.key} seq={op.seq}"
+            + (f" at {op.site}" if op.site else ""),
+            hint="the recording is of another program, version or setting: record it again",
+        )
+
+
+def _parcel(tensors: Sequence[Tensor], place: Place) -> Parcel:
+    writer = ParcelWriter(place)
+    for tensor in tensors:
+        writer.put_tensor(tensor)
+    return writer.finish()
