@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from prismtrace.errors import InputFileError, RankError
 from prismtrace.input_files import files_of, unreadable
 from prismtrace.output import refuse_inputs
+from prismtrace.schema import P2P_KINDS
+from prismtrace.spool import TAG
 
 if TYPE_CHECKING:
     import polars as pl
@@ -90,11 +92,13 @@ def assemble(
                 frame.write_parquet(folder / f"{spool.rank}.parquet", compression="lz4")
             (progress or (lambda _: None))(1)
         job.check_ranks(header)
-        parts = [pl.scan_parquet(folder / f"{rank}.parquet") for rank in sorted(job.ranks)]
         made = job.header(header, axis_of)
-        rows = job.complete(pl.concat(parts), made)
+        parts = [
+            job.complete(rank, pl.scan_parquet(folder / f"{rank}.parquet"), made)
+            for rank in sorted(job.ranks)
+        ]
         with disk_errors(target):
-            write_nodes(made, rows, target)
+            write_nodes(made, pl.concat(parts), target)
     return AssembleReport(
         output=target,
         world_size=made.world_size,
@@ -145,6 +149,8 @@ class _Job:
     _streams: dict[int, dict[int, str]] = field(default_factory=dict)
     _steps: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Rank -> the steps that it began, each with the index of its first row."""
+    _tagged: set[int] = field(default_factory=set)
+    """Ranks with messages whose numbers hold a tag."""
     _timed: bool = False
 
     def take(self, spool: Spool) -> pl.DataFrame:
@@ -168,6 +174,8 @@ class _Job:
         self._streams[rank] = _stream_labels(spool)
         first = frame.drop_nulls("step").group_by("step", maintain_order=True).first()
         self._steps[rank] = list(first.select("step", "index").iter_rows())
+        if (frame["seq"] >= TAG).any():
+            self._tagged.add(rank)
         self._timed |= frame["start_ns"].null_count() < frame.height
         if not spool.ended or "failed" in spool.facts:
             self.cut.add(rank)
@@ -260,54 +268,45 @@ class _Job:
             finished.append(numbers[-1])
         return min(finished)
 
-    def complete(self, rows: pl.LazyFrame, header: TraceHeader) -> pl.LazyFrame:
-        """Rows of all ranks with the numbers of the header, without those of unfinished steps."""
+    def complete(self, rank: int, rows: pl.LazyFrame, header: TraceHeader) -> pl.LazyFrame:
+        """A rank's rows with the numbers of the header, without those of unfinished steps."""
         import polars as pl
 
         from prismtrace.trace import node_ids
 
-        numbers = {(group.ranks, group.name): group.id for group in header.groups}
-        streams = {label: number for number, label in header.streams.items()}
-        known = [
-            (rank, local, numbers[key])
-            for rank, groups in self._groups.items()
-            for local, key in groups.items()
-        ]
-        found = [
-            (rank, local, streams[label])
-            for rank, labels in self._streams.items()
-            for local, label in labels.items()
-        ]
-        group_of = _mapping(known, "group", pl.Int32)
-        stream_of = _mapping(found, "stream", pl.Int16)
         last = self._last_step()
         if last is not None:
-            ends = {rank: self._end(rank, last) for rank in self.ranks}
-            self.dropped = sum(self.ranks[rank] - end for rank, end in ends.items())
-            rows = rows.filter(pl.col("index") < pl.col("rank").replace_strict(ends))
-        return (
-            rows.join(group_of, on=["rank", "group"], how="left", maintain_order="left")
-            .join(stream_of, on=["rank", "stream"], how="left", maintain_order="left")
-            .with_columns(
-                id=node_ids(pl.col("rank"), pl.col("index")),
-                real=pl.lit(value=True),
-                group="group_number",
-                stream="stream_number",
+            end = min(
+                (index for step, index in self._steps[rank] if step > last),
+                default=self.ranks[rank],
             )
-            .drop("group_number", "stream_number")
+            self.dropped += self.ranks[rank] - end
+            rows = rows.filter(pl.col("index") < end)
+        if rank in self._tagged:
+            rows = rows.with_columns(seq=_without_tags())
+        number_of = {(group.ranks, group.name): group.id for group in header.groups}
+        groups = {local: number_of[key] for local, key in self._groups[rank].items()}
+        stream_of = {label: number for number, label in header.streams.items()}
+        streams = {local: stream_of[label] for local, label in self._streams[rank].items()}
+        return rows.with_columns(
+            id=node_ids(pl.col("rank"), pl.col("index")),
+            real=pl.lit(value=True),
+            group=pl.col("group").replace_strict(groups, default=None, return_dtype=pl.Int32),
+            stream=pl.col("stream").replace_strict(streams, return_dtype=pl.Int16),
         )
 
-    def _end(self, rank: int, last: int) -> int:
-        """Index of the first row after the last step that is kept."""
-        later = [index for step, index in self._steps[rank] if step > last]
-        return min(later, default=self.ranks[rank])
 
+def _without_tags() -> pl.Expr:
+    """Numbers of messages from 0 without gaps; recorders count those of each tag for itself.
 
-def _mapping(entries: list[tuple[int, int, int]], name: str, dtype: Any) -> pl.LazyFrame:
+    Sender and receiver have the same numbers, so both number them anew alike.
+    """
     import polars as pl
 
-    schema = {"rank": pl.Int32, name: pl.Int32, f"{name}_number": dtype}
-    return pl.LazyFrame(entries, schema=schema, orient="row")
+    pair = ("group", "kind", "peer")
+    message = pl.col("kind").cast(pl.String).is_in([kind.value for kind in P2P_KINDS])
+    anew = (pl.col("seq").rank("dense").over(*pair) - 1).cast(pl.Int64)
+    return pl.when(message).then(anew).otherwise("seq")
 
 
 _GroupKey = tuple[tuple[int, ...], str]

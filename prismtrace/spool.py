@@ -28,6 +28,7 @@ __all__ = [
     "NODE",
     "NODE_FIELDS",
     "SPOOL_SUFFIX",
+    "TAG",
     "TIMED",
     "Spool",
     "frame_of",
@@ -40,6 +41,10 @@ SPOOL_VERSION = 1
 NODE, TIMED, AMENDED, COMPUTE = 0, 1, 2, 3
 """First entry of an array: a node; (index, start_ns, dur_ns); (index, {field: value}); a node that
 computes, with fewer fields."""
+
+TAG = 2**32
+"""A message with tag t may be numbered from t × TAG: messages of different tags may overtake
+each other, so each tag counts for itself."""
 
 NODE_FIELDS = (
     "index", "kind", "name", "stream", "batch", "step", "microbatch", "chunk", "phase", "group",

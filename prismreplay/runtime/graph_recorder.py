@@ -26,7 +26,7 @@ from pathlib import Path
 from prismreplay.runtime.operations import Call, Group, Op
 from prismreplay.runtime.program_position import Place, ProgramPosition
 from prismtrace.recorder import SpanWriter
-from prismtrace.spool import COMPUTE, NODE
+from prismtrace.spool import COMPUTE, NODE, TAG
 
 __all__ = ["GraphRecorder", "calling_frame"]
 
@@ -251,7 +251,7 @@ class GraphRecorder:
         key = (op.group.key, source, op.tag)
         count = self._received[key]
         self._received[key] = count + 1
-        return (op.tag << 32) + count
+        return op.tag * TAG + count
 
 
 class _Queue:
