@@ -9,6 +9,9 @@ from polars.testing import assert_frame_equal
 
 import prismtrace as pt
 from prismtrace.converters import convert
+from prismtrace.converters.ops import cutting
+from prismtrace.converters.ops.convert import operations_trace
+from prismtrace.converters.ops.ordering import sorted_rows
 from prismtrace.errors import (
     AlignmentError,
     InputFileError,
@@ -120,7 +123,7 @@ def test_pipeline_parameters_and_update_links(converted):
     assert set(report.edges) == {"chain", "issue", "parameters", "pipeline", "update"}
 
 
-def test_a_receive_of_its_own_waits_for_the_computation_before_it(converted):
+def test_a_receive_of_its_own_waits_for_the_computation_before_it(converted, monkeypatch):
     rows = [
         # operation, start and duration in ms, microbatch
         (0, "forward-compute", 0, 10, 0),
@@ -163,6 +166,10 @@ def test_a_receive_of_its_own_waits_for_the_computation_before_it(converted):
         "forward-send",
     ]
     assert nodes["batch"].drop_nulls().n_unique() == 1
+    # Every launch has a number of its own, also if each step is a part of its own.
+    monkeypatch.setattr(cutting, "PART_ROWS", 1)
+    steps, _ = converted(pl.concat([fused, fused.with_columns(step=pl.lit(1, pl.Int64))]))
+    assert steps.collect()["batch"].drop_nulls().to_list() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)])
@@ -188,6 +195,36 @@ def test_order_of_the_rows_does_not_matter(converted):
     shuffled, _ = converted(table.sample(fraction=1.0, shuffle=True, seed=5))
     assert_frame_equal(straight.collect(), shuffled.collect(), categorical_as_str=True)
     assert straight.header == shuffled.header
+
+
+@pytest.mark.parametrize("origin", ["step", "run"])
+def test_parts_of_a_log_give_the_same_file_as_the_whole(converted, monkeypatch, origin):
+    table = logs.simulate(pp=3, microbatches=4, steps=3, delays=True).table
+    if origin == "run":
+        table = table.with_columns(start_ts=pl.col("start_ts") + 100.0 * pl.col("step"))
+    mapping = f'[time]\norigin = "{origin}"'
+    whole, report = converted(table, mapping=mapping)
+    monkeypatch.setattr(cutting, "PART_ROWS", 20)
+    cut, again = converted(table, mapping=mapping)
+    assert cut.paths[0].read_bytes() == whole.paths[0].read_bytes()
+    assert (again.edges, again.matched) == (report.edges, report.matched)
+
+
+def test_what_is_read_of_a_trace_in_memory(tmp_path):
+    logs.simulate(pp=2, microbatches=3).table.write_parquet(tmp_path / "log.parquet")
+    trace = operations_trace([tmp_path / "log.parquet"])[0]
+    rows = trace.collect()
+    assert_frame_equal(trace.ranks([1]).collect(), rows.filter(pl.col("rank") == 1))
+    assert_frame_equal(trace.nodes.select("kind", "deps").collect(), rows.select("kind", "deps"))
+    assert_frame_equal(trace.nodes.head(5).collect(), rows.head(5))
+
+
+@pytest.mark.parametrize("scale", [1, 2**60])
+def test_sorting_small_and_large_times(scale):
+    segment = np.array([0, 0, 0, 1, 1, 1, 1])
+    within = np.array([2, 1, 1, 3, 0, 3, 3]) * scale
+    place = np.array([0, 1, 0, 1, 5, 0, 0], np.uint8)
+    assert sorted_rows(segment, within, place).tolist() == [2, 1, 0, 4, 5, 6, 3]
 
 
 def test_csv_and_other_units_and_names_give_the_same_trace(converted):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
+from polars.io.plugins import register_io_source
 
 from prismtrace import __version__
+from prismtrace.converters.ops.cutting import threads
 from prismtrace.converters.ops.instances import Instances, match_operations
-from prismtrace.converters.ops.linking import STREAMS, Links, link_operations, rows_of_streams
+from prismtrace.converters.ops.linking import STREAMS, Links, link_operations
 from prismtrace.converters.ops.mapping import load_mapping
 from prismtrace.converters.ops.reading import Operations, read_operations
 from prismtrace.converters.parts import disk_errors
@@ -26,7 +28,7 @@ from prismtrace.schema import (
     TraceKind,
     TransferSource,
 )
-from prismtrace.trace import Trace, conform, node_ids, node_schema, write_nodes
+from prismtrace.trace import Trace, node_ids, node_schema, write_nodes
 
 if TYPE_CHECKING:
     from prismtrace.converters.pipeline import ConvertReport
@@ -90,14 +92,16 @@ def operations_trace(
     """
     rules = load_mapping(mapping)
     operations = read_operations(paths, rules)
-    links = link_operations(operations)
-    instances = match_operations(operations, rows_of_streams(operations)[1])
-    counts = links.counts
-    counts["rows"] = operations.rows
+    parts = operations.parts()
+    with threads() as pool:
+        # Matching is across ranks, linking within them: neither needs the other.
+        matching = pool.submit(match_operations, operations)
+        links = list(pool.map(link_operations, parts))
+        instances = matching.result()
+    counts = sum((found.counts for found in links), Counter(rows=operations.rows))
     header = _header(paths, operations, instances, counts)
-    nodes = _nodes(operations, links, instances)
     return (
-        Trace(header=header, nodes=conform(nodes.lazy(), nodes.schema, where=str(paths[0]))),
+        Trace(header=header, nodes=_lazy_nodes(parts, links, instances)),
         counts,
         {name: number for name, number in instances.matched.items() if number},
     )
@@ -140,11 +144,34 @@ def _header(
     )
 
 
-def _nodes(operations: Operations, links: Links, instances: Instances) -> pl.DataFrame:
+def _lazy_nodes(
+    parts: Sequence[Operations], links: Sequence[Links], instances: Instances
+) -> pl.LazyFrame:
+    """The node table, of which one part after the other is made when it is read."""
+    batches = np.cumsum([0, *(found.batches for found in links)]).tolist()
+
+    def read(
+        columns: list[str] | None, predicate: pl.Expr | None, rows: int | None, _: int | None
+    ) -> Iterator[pl.DataFrame]:
+        for part, found, batch in zip(parts, links, batches, strict=False):
+            nodes = _nodes(part, found, batch, instances)
+            if predicate is not None:
+                nodes = nodes.filter(predicate)
+            if rows is not None:
+                nodes = nodes.head(rows)
+                rows -= nodes.height
+            yield nodes if columns is None else nodes.select(columns)
+
+    return register_io_source(read, schema=node_schema())
+
+
+def _nodes(part: Operations, links: Links, batch: int, instances: Instances) -> pl.DataFrame:
+    """Rows of a part, whose coalesced launches are numbered from `batch`."""
     schema = node_schema()
-    rank = operations.rank
-    first = np.searchsorted(rank, np.arange(operations.grid.ranks)).astype(np.int32)
-    index = np.arange(operations.rows, dtype=np.int32) - first[rank]
+    begin, end = part.row, part.row + part.rows
+    rank = part.ranks[part.segment]
+    first = part.begins[:: len(part.steps)]
+    index = np.arange(begin, end) - first[rank]
     code = pl.col("operation").cast(pl.UInt32)
 
     def by_operation(name: str, values: Sequence[str]) -> pl.Expr:
@@ -156,45 +183,41 @@ def _nodes(operations: Operations, links: Links, instances: Instances) -> pl.Dat
 
     source = pl.lit(TransferSource.MEASURED.value).cast(schema["transfer_source"])
     columns = {
-        "operation": operations.operation,
+        "operation": part.operation,
         "rank": rank,
         "index": index,
         "stream": links.stream,
         "batch": links.batch,
-        "step": operations.step,
-        "microbatch": operations.microbatch,
-        "chunk": operations.chunk,
-        "group": instances.group,
-        "seq": instances.seq,
-        "peer": instances.peer,
-        "start_ns": operations.start_ns,
-        "end_ns": operations.end_ns,
-        "transfer_ns": instances.transfer_ns,
+        "step": part.segment % np.int32(len(part.steps)),
+        "microbatch": part.microbatch,
+        "chunk": part.chunk,
+        "start_ns": part.start_ns,
+        "end_ns": part.end_ns,
         "deps": pl.Series(links.deps).cast(pl.List(pl.UInt32)),
         "dep_count": links.dep_count,
+        **instances.columns(begin, end),
     }
-    number = pl.Series(operations.steps).cast(schema["step"])
+    number = pl.Series(part.steps).cast(schema["step"])
+    known = {
+        "id": node_ids(pl.col("rank"), pl.col("index")),
+        "rank": pl.col("rank"),
+        "index": pl.col("index").cast(schema["index"]),
+        "kind": by_operation("kind", [rule.kind.value for rule in part.rules]),
+        "name": by_operation("name", part.names),
+        "stream": pl.col("stream").cast(schema["stream"]),
+        "step": pl.lit(number).gather(pl.col("step")),
+        "phase": by_operation("phase", [rule.phase.value for rule in part.rules]),
+        "start_ns": pl.col("start_ns"),
+        "dur_ns": pl.col("end_ns") - pl.col("start_ns"),
+        "transfer_source": pl.when(pl.col("transfer_ns") >= 0).then(source),
+        "real": pl.lit(value=True),
+        "deps": pl.col("deps").list.head("dep_count"),
+    }
+    for name in ("batch", "microbatch", "group", "seq", "peer", "transfer_ns"):
+        known[name] = optional(name)
+    known["batch"] += pl.lit(batch, dtype=schema["batch"])
+    if part.has_chunks:
+        known["chunk"] = pl.col("chunk").cast(schema["chunk"])
     return pl.DataFrame(columns).select(
-        "rank",
-        "index",
-        "start_ns",
-        id=node_ids(pl.col("rank"), pl.col("index")),
-        kind=by_operation("kind", [rule.kind.value for rule in operations.rules]),
-        name=by_operation("name", operations.names),
-        phase=by_operation("phase", [rule.phase.value for rule in operations.rules]),
-        stream=pl.col("stream").cast(schema["stream"]),
-        step=pl.lit(number).gather(pl.col("step")),
-        batch=optional("batch"),
-        microbatch=optional("microbatch"),
-        group=optional("group"),
-        seq=optional("seq"),
-        peer=optional("peer"),
-        chunk=pl.col("chunk").cast(schema["chunk"])
-        if operations.has_chunks
-        else pl.lit(None, dtype=schema["chunk"]),
-        dur_ns=pl.col("end_ns") - pl.col("start_ns"),
-        transfer_ns=optional("transfer_ns"),
-        transfer_source=pl.when(pl.col("transfer_ns") >= 0).then(source),
-        real=pl.lit(value=True),
-        deps=pl.col("deps").list.head("dep_count"),
+        known.get(name, pl.lit(None, dtype=dtype)).alias(name) for name, dtype in schema.items()
     )

@@ -101,23 +101,24 @@ def rank_numbers(table: pl.DataFrame) -> tuple[Int64Array, IntArray]:
     return np.arange(len(stages) * len(replicas) * len(lanes)), rank
 
 
-def rank_grid(number: Int64Array, table: pl.DataFrame, lengths: Int64Array) -> RankGrid:
+def rank_grid(number: Int64Array, table: pl.DataFrame, rank: IntArray) -> RankGrid:
     """Where the ranks sit.
 
     Args:
         number: int64[R], their numbers in the log.
-        table: rows in the order of the ranks.
-        lengths: int64[R], how many rows each has.
+        table: rows of n places at which ranks say to be.
+        rank: int[n], whose places these are.
 
     Raises:
         RankError: the grid has holes, or a rank or a place is taken twice.
     """
-    if not lengths.all():
-        raise _incomplete(len(lengths), int((lengths == 0).sum()))
-    stages, stage = _places(number, table, "stage", lengths)
-    lanes, lane = _places(number, table, "tp_rank", lengths)
+    present = np.bincount(rank, minlength=len(number)) > 0
+    if not present.all():
+        raise _incomplete(len(number), int((~present).sum()))
+    stages, stage = _places(number, table, "stage", rank)
+    lanes, lane = _places(number, table, "tp_rank", rank)
     if "dp_rank" in table.columns:
-        replicas, replica = _places(number, table, "dp_rank", lengths)
+        replicas, replica = _places(number, table, "dp_rank", rank)
     else:
         replica = _position_in_team(stage * lanes + lane)
         replicas = int(replica.max()) + 1
@@ -130,18 +131,18 @@ def rank_grid(number: Int64Array, table: pl.DataFrame, lengths: Int64Array) -> R
 
 
 def _places(
-    number: Int64Array, table: pl.DataFrame, column: str, lengths: Int64Array
+    number: Int64Array, table: pl.DataFrame, column: str, rank: IntArray
 ) -> tuple[int, Int64Array]:
     """How many indices there are, and int64[R] the one that all rows of a rank have."""
     if column not in table.columns:
         return 1, np.zeros(len(number), np.int64)
     values = table[column].to_numpy()
-    of_rank = values[np.cumsum(lengths) - lengths]
-    differs = values != np.repeat(of_rank, lengths)
+    of_rank = np.zeros(len(number), values.dtype)
+    of_rank[rank] = values
+    differs = values != of_rank[rank]
     if differs.any():
-        rank = int(np.searchsorted(np.cumsum(lengths), int(differs.argmax()), side="right"))
         raise RankError(
-            f"rank {number[rank]} is at two places of the grid: its rows differ in {column}",
+            f"rank {number[rank[differs].min()]} is at two places of the grid: its rows differ in {column}",
             hint="say with --columns which columns hold stage, data- and tensor-parallel rank",
         )
     distinct, position = np.unique(of_rank, return_inverse=True)

@@ -12,12 +12,32 @@ from dataclasses import dataclass
 import numpy as np
 
 from prismtrace.converters.ops.grid import Int64Array, IntArray, RankGrid
+from prismtrace.converters.ops.linking import P2P_STREAM, stream_of_rows
 from prismtrace.converters.ops.mapping import Scope
 from prismtrace.converters.ops.reading import Operations
 from prismtrace.errors import AlignmentError
-from prismtrace.schema import Phase, ProcessGroup
+from prismtrace.schema import Kind, Phase, ProcessGroup
 
 __all__ = ["Instances", "match_operations"]
+
+
+@dataclass(frozen=True, eq=False)
+class Members:
+    """Rows that are members of sync instances, m of them.
+
+    Attributes:
+        rows: int64[m], ascending.
+        group, seq: int32[m], int64[m].
+        peer: int32[m]; none for collectives.
+        transfer_ns: int64[m], time from the arrival of the last member to the row's end; below
+            0 where the row ended earlier.
+    """
+
+    rows: Int64Array
+    group: IntArray
+    seq: Int64Array
+    peer: IntArray | None
+    transfer_ns: Int64Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,63 +46,60 @@ class Instances:
 
     Attributes:
         groups: the process groups.
-        group, seq, peer: int64[n], -1 where a row has none.
-        transfer_ns: int64[n], time from the arrival of the last member to the row's end, not
-            below 0; -1 for rows in no instance.
-        early_ends: rows that ended before the last member started.
+        members: every row is in at most one of these.
         matched: instances by sort.
     """
 
     groups: tuple[ProcessGroup, ...]
-    group: Int64Array
-    seq: Int64Array
-    peer: Int64Array
-    transfer_ns: Int64Array
-    early_ends: int
+    members: tuple[Members, ...]
     matched: dict[str, int]
 
+    @property
+    def early_ends(self) -> int:
+        """How many rows ended before the last member started."""
+        return sum(int((found.transfer_ns < 0).sum()) for found in self.members)
 
-def match_operations(operations: Operations, streams: list[Int64Array]) -> Instances:
+    def columns(self, begin: int, end: int) -> dict[str, IntArray]:
+        """Columns group, seq, peer and transfer_ns of a range of rows; -1 where they have none."""
+        size = end - begin
+        group, peer = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
+        seq, transfer = np.full(size, -1, np.int64), np.full(size, -1, np.int64)
+        for found in self.members:
+            here = slice(*np.searchsorted(found.rows, (begin, end)))
+            rows = found.rows[here] - begin
+            group[rows] = found.group[here]
+            seq[rows] = found.seq[here]
+            transfer[rows] = np.maximum(found.transfer_ns[here], 0)
+            if found.peer is not None:
+                peer[rows] = found.peer[here]
+        return {"group": group, "seq": seq, "peer": peer, "transfer_ns": transfer}
+
+
+def match_operations(operations: Operations) -> Instances:
     """Match communications across ranks.
-
-    Args:
-        operations: the rows.
-        streams: rows of each stream, as `linking.rows_of_streams` returns them.
 
     Raises:
         AlignmentError: ranks of a group, or the two ends of a link, logged different operations.
     """
     book = _Groups(operations)
-    group = np.full(operations.rows, -1, np.int64)
-    seq = np.full(operations.rows, -1, np.int64)
-    peer = np.full(operations.rows, -1, np.int64)
-    ready = np.full(operations.rows, -1, np.int64)
     talking = np.array(
         [rule.kind.is_communication and not rule.kind.is_p2p for rule in operations.rules]
     )
-    collectives = np.flatnonzero(talking[operations.operation])
-    collectives = _grouped(operations, collectives, book, group)
-    instances = _match_collectives(operations, collectives, group, seq, ready, book)
-    pairs = 0
-    for phase, send_rows, recv_rows in (
-        (Phase.FORWARD, streams[2], streams[3]),
-        (Phase.BACKWARD, streams[4], streams[5]),
-    ):
-        pairs += _match_pairs(
-            operations, phase, send_rows, recv_rows, (group, seq, peer, ready), book
+    collectives, instances = _match_collectives(
+        operations, np.flatnonzero(talking[operations.operation]), book
+    )
+    members = [collectives]
+    stream = stream_of_rows(operations)
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        sends, receives = (
+            np.flatnonzero(stream == P2P_STREAM[kind, phase]) for kind in (Kind.SEND, Kind.RECV)
         )
-    matched = ready >= 0
-    transfer = np.where(matched, operations.end_ns - ready, -1)
-    early = matched & (transfer < 0)
-    transfer[early] = 0
+        if len(sends) or len(receives):
+            members += _match_pairs(operations, phase, sends, receives, book)
     return Instances(
         groups=book.table(),
-        group=group,
-        seq=seq,
-        peer=peer,
-        transfer_ns=transfer,
-        early_ends=int(early.sum()),
-        matched={"collective": instances, "p2p": pairs},
+        members=tuple(members),
+        matched={"collective": instances, "p2p": sum(len(ends.rows) for ends in members[1::2])},
     )
 
 
@@ -139,15 +156,14 @@ class _Groups:
         return tuple(self.found)
 
 
-def _grouped(
-    operations: Operations, rows: Int64Array, book: _Groups, group: Int64Array
-) -> Int64Array:
-    """Set the group of collectives; returns the rows that have one.
+def _group_of(operations: Operations, rows: Int64Array, book: _Groups) -> IntArray:
+    """int32[m], the group of every collective, or -1.
 
     A tensor-parallel collective of a log with one rank a team has no partners in it.
     """
-    rank = operations.rank[rows]
+    rank = operations.rank_of(rows)
     code = operations.operation[rows]
+    group = np.full(len(rows), -1, np.int32)
     used = np.unique(code)
     scopes = {
         int(number): operations.rules[number].scope
@@ -161,15 +177,15 @@ def _grouped(
         if scope is None:
             continue
         chosen = np.flatnonzero(code == number)
-        group[rows[chosen]] = book.of_scope(scope)[rank[chosen]]
-        lost = np.flatnonzero(group[rows[chosen]] < 0)
+        group[chosen] = book.of_scope(scope)[rank[chosen]]
+        lost = np.flatnonzero(group[chosen] < 0)
         if scope is Scope.PP_ENDS and len(lost):
             raise AlignmentError(
                 "a rank between the first and the last stage logged an operation of these two",
                 where=operations.place(int(rows[chosen[lost[0]]])),
                 hint="check the scope of the operation, or which column holds the stage",
             )
-    return rows[group[rows] >= 0]
+    return group
 
 
 def _occurrence(key: IntArray) -> Int64Array:
@@ -184,109 +200,94 @@ def _occurrence(key: IntArray) -> Int64Array:
 
 
 def _match_collectives(
-    operations: Operations,
-    rows: Int64Array,
-    group: Int64Array,
-    seq: Int64Array,
-    ready: Int64Array,
-    book: _Groups,
-) -> int:
-    if not len(rows):
-        return 0
-    rank = operations.rank[rows]
+    operations: Operations, rows: Int64Array, book: _Groups
+) -> tuple[Members, int]:
+    """The members of collectives, and how many instances these are."""
+    group = _group_of(operations, rows, book)
+    rows, group = rows[group >= 0], group[group >= 0]
     groups = len(book.found)
-    seq[rows] = _occurrence(rank * groups + group[rows])
+    seq = _occurrence(operations.rank_of(rows) * np.int64(groups) + group)
     # The instances of a group have consecutive numbers.
     longest = np.zeros(groups, np.int64)
-    np.maximum.at(longest, group[rows], seq[rows] + 1)
+    np.maximum.at(longest, group, seq + 1)
     base = np.concatenate([[0], np.cumsum(longest)])
-    instance = base[group[rows]] + seq[rows]
-    size = np.array([len(found.ranks) for found in book.found])
+    instance = base[group] + seq
+    size = np.array([len(found.ranks) for found in book.found], np.int64)
     present = np.bincount(instance, minlength=base[-1])
     expected = np.repeat(size, longest)
     first = np.full(base[-1], -1, np.int64)
     first[instance[::-1]] = rows[::-1]
     like = first[instance]
     differs = (operations.operation[rows] != operations.operation[like]) | (
-        operations.step[rows] != operations.step[like]
+        operations.step_of(rows) != operations.step_of(like)
     )
     wrong = np.flatnonzero(present != expected)
-    if differs.any() or len(wrong):
-        _refuse_collectives(operations, rows, group, like, differs, first, wrong, book)
-    arrival = np.full(base[-1], np.iinfo(np.int64).min)
-    np.maximum.at(arrival, instance, operations.start_ns[rows])
-    ready[rows] = arrival[instance]
-    return int(base[-1])
-
-
-def _refuse_collectives(
-    operations: Operations,
-    rows: Int64Array,
-    group: Int64Array,
-    like: Int64Array,
-    differs: IntArray,
-    first: Int64Array,
-    wrong: IntArray,
-    book: _Groups,
-) -> None:
-    """Name the first place at which the ranks of a group stop to agree."""
-    hint = "the log lacks rows of some rank, or an operation has the wrong scope"
     if differs.any():
         at = int(differs.argmax())
-        raise AlignmentError(
-            "ranks of one group logged different operations in the same place",
-            where=f"group={book.found[int(group[rows[at]])].name}: "
-            f"{operations.place(int(rows[at]))} against {operations.place(int(like[at]))}",
-            hint=hint,
-        )
-    row = int(first[wrong[0]])
+        _refuse_different(operations, int(rows[at]), int(like[at]), book.found[group[at]])
+    if len(wrong):
+        row = int(first[wrong[0]])
+        _refuse_fewer(operations, row, book.found[group[np.searchsorted(rows, row)]])
+    arrival = np.full(base[-1], np.iinfo(np.int64).min)
+    np.maximum.at(arrival, instance, operations.start_ns[rows])
+    transfer = operations.end_ns[rows] - arrival[instance]
+    return Members(rows, group, seq, None, transfer), int(base[-1])
+
+
+_LACKS_ROWS = "the log lacks rows of some rank, or an operation has the wrong scope"
+
+
+def _refuse_different(operations: Operations, row: int, like: int, group: ProcessGroup) -> None:
+    raise AlignmentError(
+        "ranks of one group logged different operations in the same place",
+        where=f"group={group.name}: {operations.place(row)} against {operations.place(like)}",
+        hint=_LACKS_ROWS,
+    )
+
+
+def _refuse_fewer(operations: Operations, row: int, group: ProcessGroup) -> None:
     raise AlignmentError(
         "some ranks of a group logged fewer operations than others",
-        where=f"group={book.found[int(group[row])].name}: only some have {operations.place(row)}",
-        hint=hint,
+        where=f"group={group.name}: only some have {operations.place(row)}",
+        hint=_LACKS_ROWS,
     )
 
 
 def _match_pairs(
-    operations: Operations,
-    phase: Phase,
-    sends: Int64Array,
-    receives: Int64Array,
-    columns: tuple[Int64Array, Int64Array, Int64Array, Int64Array],
-    book: _Groups,
-) -> int:
-    if not len(sends) and not len(receives):
-        return 0
-    group, seq, peer, ready = columns
+    operations: Operations, phase: Phase, sends: Int64Array, receives: Int64Array, book: _Groups
+) -> list[Members]:
+    """The sending and the receiving members of a phase."""
     grid = operations.grid
     if grid.pp_size == 1:
         raise AlignmentError(
             "sends and receives along the pipeline, but there is only one stage",
-            where=operations.place(int((*sends, *receives)[0])),
+            where=operations.place(int((sends if len(sends) else receives)[0])),
             hint="say with --columns which column holds the stage",
         )
     direction = 1 if phase is Phase.FORWARD else -1
     downstream = grid.at[(grid.stage + direction) % grid.pp_size, grid.dp, grid.tp]
     upstream = grid.at[(grid.stage - direction) % grid.pp_size, grid.dp, grid.tp]
-    sender = operations.rank[sends]
-    receiver = operations.rank[receives]
+    sender, receiver = operations.rank_of(sends), operations.rank_of(receives)
     _require_both_ends(operations, phase, sends, receives, upstream)
+    # Rows are in order of rank and time: the k-th of a rank is k behind its first.
+    sent, received = (np.searchsorted(rank, np.arange(grid.ranks)) for rank in (sender, receiver))
+    send_seq = np.arange(len(sends)) - sent[sender]
+    receive_seq = np.arange(len(receives)) - received[receiver]
+    partner = receives[received[downstream[sender]] + send_seq]
+    sender_of = sends[sent[upstream[receiver]] + receive_seq]
+    of_rank = _pipeline_groups(operations, phase, book).astype(np.int32)
 
-    of_rank = _pipeline_groups(operations, phase, book)
-    for rows, rank, other in ((sends, sender, downstream), (receives, receiver, upstream)):
-        group[rows] = of_rank[rank]
-        peer[rows] = other[rank]
-        # Rows are in order of rank and time: the k-th of a rank is k behind its first.
-        first = np.searchsorted(rank, np.arange(grid.ranks))
-        seq[rows] = np.arange(len(rows)) - first[rank]
-    # Both lists in the order (receiver, seq).
-    first = np.searchsorted(receiver, np.arange(grid.ranks))
-    place = first[downstream[sender]] + seq[sends]
-    partner = receives[place]
-    last = np.maximum(operations.start_ns[sends], operations.start_ns[partner])
-    ready[sends] = last
-    ready[partner] = last
-    return len(sends)
+    def ends(
+        rows: Int64Array, others: Int64Array, rank: IntArray, seq: Int64Array, peers: Int64Array
+    ) -> Members:
+        ready = np.maximum(operations.start_ns[rows], operations.start_ns[others])
+        transfer = operations.end_ns[rows] - ready
+        return Members(rows, of_rank[rank], seq, peers.astype(np.int32)[rank], transfer)
+
+    return [
+        ends(sends, partner, sender, send_seq, downstream),
+        ends(receives, sender_of, receiver, receive_seq, upstream),
+    ]
 
 
 def _pipeline_groups(operations: Operations, phase: Phase, book: _Groups) -> Int64Array:
@@ -317,10 +318,7 @@ def _require_both_ends(
 ) -> None:
     """In every step a rank receives as many messages as its neighbour sent."""
     shape = (operations.grid.ranks, len(operations.steps))
-    sent, received = (
-        np.bincount(operations.segment[rows], minlength=operations.segments).reshape(shape)
-        for rows in (sends, receives)
-    )
+    sent, received = (operations.counts(rows).reshape(shape) for rows in (sends, receives))
     differ = np.argwhere(received != sent[upstream])
     if len(differ):
         rank, step = map(int, differ[0])

@@ -28,7 +28,7 @@ from prismtrace.converters.ops.reading import Operations
 from prismtrace.errors import AlignmentError
 from prismtrace.schema import Kind, Phase
 
-__all__ = ["STREAMS", "Links", "link_operations", "rows_of_streams"]
+__all__ = ["P2P_STREAM", "STREAMS", "Links", "link_operations", "stream_of_rows"]
 
 STREAMS = (
     "compute",
@@ -39,7 +39,7 @@ STREAMS = (
     "receive gradients",
 )
 _COMPUTE, _COLLECTIVE = 0, 1
-_P2P_STREAM = {
+P2P_STREAM = {
     (Kind.SEND, Phase.FORWARD): 2,
     (Kind.RECV, Phase.FORWARD): 3,
     (Kind.SEND, Phase.BACKWARD): 4,
@@ -60,14 +60,15 @@ class Links:
         stream: uint8[n], number in `STREAMS`.
         deps: uint32[n, 3], distances back; the first `dep_count` of a row count.
         dep_count: uint8[n].
-        batch: int64[n], number of the coalesced launch, or -1.
+        batch: int32[n], number of the coalesced launch among the `batches`, or -1.
         counts: edges by rule, and what was assumed.
     """
 
     stream: NDArray[np.uint8]
     deps: NDArray[np.uint32]
     dep_count: NDArray[np.uint8]
-    batch: Int64Array
+    batch: NDArray[np.int32]
+    batches: int
     counts: Counter[str]
 
 
@@ -79,11 +80,11 @@ class _Chains:
     back: NDArray[np.uint32]
 
 
-def rows_of_streams(operations: Operations) -> tuple[NDArray[np.uint8], list[Int64Array]]:
-    """uint8[n] stream of every row, and the rows of each stream in ascending order."""
+def stream_of_rows(operations: Operations) -> NDArray[np.uint8]:
+    """uint8[n], number in `STREAMS` of every row's stream."""
     table = np.array(
         [
-            _P2P_STREAM[rule.kind, rule.phase]
+            P2P_STREAM[rule.kind, rule.phase]
             if rule.kind.is_p2p
             else _COLLECTIVE
             if rule.kind.is_communication and not rule.blocking
@@ -92,8 +93,7 @@ def rows_of_streams(operations: Operations) -> tuple[NDArray[np.uint8], list[Int
         ],
         np.uint8,
     )
-    stream = table[operations.operation]
-    return stream, [np.flatnonzero(stream == number) for number in range(len(STREAMS))]
+    return table[operations.operation]
 
 
 def link_operations(operations: Operations) -> Links:
@@ -102,7 +102,8 @@ def link_operations(operations: Operations) -> Links:
     Raises:
         AlignmentError: sends or receives do not fit the computations of their rank.
     """
-    stream, rows = rows_of_streams(operations)
+    stream = stream_of_rows(operations)
+    rows = [np.flatnonzero(stream == number) for number in range(len(STREAMS))]
     counts: Counter[str] = Counter()
     deps = [np.zeros(operations.rows, np.uint32) for _ in range(_MOST_DEPS)]
     chains = _Chains(rows, deps[0])
@@ -116,7 +117,8 @@ def link_operations(operations: Operations) -> Links:
 
     for chain in rows:
         counts["edge-chain"] += link(0, *_neighbours(operations, chain, counts))
-    batch, coalesced = _coalesced(operations, stream)
+    batch, batches = _coalesced(operations, stream)
+    coalesced = batch >= 0
 
     for number in (3, 5, _COLLECTIVE):
         launched = rows[number][~coalesced[rows[number]]]
@@ -128,19 +130,18 @@ def link_operations(operations: Operations) -> Links:
     counts["edge-parameters"] = link(2, *_parameters(operations, chains))
     counts["edge-update"] = link(2, *_updates(operations, chains))
     table, dep_count = _compacted(deps)
-    return Links(stream, table, dep_count, batch, counts)
+    return Links(stream, table, dep_count, batch, batches, counts)
 
 
 def _neighbours(
     operations: Operations, chain: Int64Array, counts: Counter[str]
 ) -> tuple[Int64Array, Int64Array]:
     """(source, target): rows of a stream that follow each other on one rank."""
-    turn = operations.segment if operations.sampled else operations.rank
-    here, previous = chain[1:], chain[:-1]
-    same = turn[here] == turn[previous]
-    late = operations.end_ns[previous] > operations.start_ns[here] + _TOLERANCE_NS
+    turn = operations.turn_of(chain)
+    same = turn[1:] == turn[:-1]
+    late = operations.end_ns[chain[:-1]] > operations.start_ns[chain[1:]] + _TOLERANCE_NS
     counts["operations-overlap"] += int((late & same).sum())
-    return previous[same], here[same]
+    return chain[:-1][same], chain[1:][same]
 
 
 def _ended(
@@ -152,8 +153,7 @@ def _ended(
         return found
     place = np.searchsorted(chain, rows) - 1
     found = np.where(place >= 0, chain[place], -1)
-    turn = operations.segment if operations.sampled else operations.rank
-    found[turn[found] != turn[rows]] = -1
+    found[operations.turn_of(found) != operations.turn_of(rows)] = -1
     limit = operations.start_ns[rows] + _TOLERANCE_NS
     while True:
         early = np.flatnonzero((found >= 0) & (operations.end_ns[found] > limit))
@@ -163,34 +163,32 @@ def _ended(
         found[early] = np.where(back > 0, found[early] - back, -1)
 
 
-def _coalesced(
-    operations: Operations, stream: NDArray[np.uint8]
-) -> tuple[Int64Array, NDArray[np.bool_]]:
-    """Sends and receives that one launch made: they have the same start and the same end."""
+def _coalesced(operations: Operations, stream: NDArray[np.uint8]) -> tuple[NDArray[np.int32], int]:
+    """int32[n], which launch made a send or receive along with others, or -1; and how many did.
+
+    What one launch made has the same start and the same end.
+    """
+    batch = np.full(operations.rows, -1, np.int32)
     p2p = np.flatnonzero(stream > _COLLECTIVE)
-    here, previous = p2p[1:], p2p[:-1]
-    together = (
-        (operations.start_ns[here] == operations.start_ns[previous])
-        & (operations.end_ns[here] == operations.end_ns[previous])
-        & (operations.segment[here] == operations.segment[previous])
+    start, end, segment = (
+        values[p2p] for values in (operations.start_ns, operations.end_ns, operations.segment)
     )
-    launch = np.concatenate([[0], np.cumsum(~together)])[: len(p2p)]
+    together = (start[1:] == start[:-1]) & (end[1:] == end[:-1]) & (segment[1:] == segment[:-1])
     several = np.zeros(len(p2p), np.bool_)
     several[1:] |= together
     several[:-1] |= together
-    batch = np.full(operations.rows, -1, np.int64)
-    # Numbered from 0 among the launches of several.
-    chosen = launch[several]
-    renumbered = np.cumsum(np.diff(chosen, prepend=-1) > 0) - 1
-    batch[p2p[several]] = renumbered
-    return batch, batch >= 0
+    # A launch begins where a row is not together with the one before it.
+    begins = several.copy()
+    begins[1:] &= ~together
+    batch[p2p[several]] = np.cumsum(begins[several], dtype=np.int32) - np.int32(1)
+    return batch, int(begins.sum())
 
 
 def _pipeline(
     operations: Operations, chains: _Chains, phase: Phase
 ) -> list[tuple[Int64Array, Int64Array]]:
     """(source rows, target rows) of receives into computations and of these into sends."""
-    sends, receives = (chains.rows[_P2P_STREAM[kind, phase]] for kind in (Kind.SEND, Kind.RECV))
+    sends, receives = (chains.rows[P2P_STREAM[kind, phase]] for kind in (Kind.SEND, Kind.RECV))
     if not len(sends) and not len(receives):
         return []
     computing = np.array(
@@ -198,7 +196,7 @@ def _pipeline(
     )
     compute = chains.rows[_COMPUTE]
     compute = compute[computing[operations.operation[compute]]]
-    stage = operations.grid.stage[operations.rank[compute]]
+    stage = operations.grid.stage[operations.rank_of(compute)]
     chunk = operations.chunk[compute]
     first = (stage == 0) & (chunk == 0)
     last = (stage == operations.grid.pp_size - 1) & (chunk == chunk.max(initial=0))
@@ -215,17 +213,13 @@ def _pipeline(
 def _require_pairs(
     operations: Operations, messages: Int64Array, computations: Int64Array, what: str
 ) -> None:
-    counts = [
-        np.bincount(operations.segment[rows], minlength=operations.segments)
-        for rows in (messages, computations)
-    ]
+    counts = [operations.counts(rows) for rows in (messages, computations)]
     differ = np.flatnonzero(counts[0] != counts[1])
     if len(differ):
-        rank, step = divmod(int(differ[0]), len(operations.steps))
         raise AlignmentError(
             f"{counts[0][differ[0]]} {what} do not fit {counts[1][differ[0]]} computations "
             "that need one",
-            where=operations.place_of(rank, step),
+            where=operations.place_of_segment(int(differ[0])),
             hint="the log lacks rows, or stages and chunks are mapped wrongly; the first stage "
             "receives no activations, the last one no gradients",
         )
@@ -256,8 +250,8 @@ def _parameters(operations: Operations, chains: _Chains) -> tuple[Int64Array, In
     compute = compute[computes[operations.operation[compute]]]
     chunks = int(operations.chunk.max()) + 1
     last_gather = np.full(operations.segments * chunks, -1, np.int64)
-    last_gather[operations.segment[comms] * chunks + operations.chunk[comms]] = comms
-    key = operations.segment[compute] * chunks + operations.chunk[compute]
+    last_gather[operations.segment_of(comms) * chunks + operations.chunk[comms]] = comms
+    key = operations.segment_of(compute) * chunks + operations.chunk[compute]
     first = np.full(operations.segments * chunks, -1, np.int64)
     first[key[::-1]] = compute[::-1]
     known = (first >= 0) & (last_gather >= 0)

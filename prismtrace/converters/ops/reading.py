@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from prismtrace.converters.content import read_blocks
+from prismtrace.converters.ops.cutting import cut_into_parts
 from prismtrace.converters.ops.grid import (
     LARGEST_NUMBER,
     Int64Array,
@@ -21,14 +22,12 @@ from prismtrace.converters.ops.grid import (
     rank_numbers,
 )
 from prismtrace.converters.ops.mapping import ColumnMapping, OperationRule, Origin
+from prismtrace.converters.ops.ordering import IssueOrder, Runs
 from prismtrace.errors import InputFileError, SourceFormatError, ValidationError
-from prismtrace.schema import Kind
 
 __all__ = ["Operations", "read_operations"]
 
-# At equal times: data arrives, is computed on, and is sent on.
-_TURN = {Kind.RECV: 0, Kind.SEND: 3}
-_COMPUTE_TURN, _COMMUNICATION_TURN = 1, 2
+_PLACE = ("step", "rank", "dp_rank", "stage", "tp_rank")
 
 _LARGEST = {
     **dict.fromkeys(("rank", "dp_rank", "stage", "tp_rank"), LARGEST_NUMBER),
@@ -36,7 +35,6 @@ _LARGEST = {
     "microbatch": 2**31 - 1,
     "chunk": 2**10,
 }
-_MOST_BITS = 63
 _EARLY_ROWS = 2**16
 # A day in the unit of the trace: beyond, the unit of the mapping is wrong.
 _LONGEST_NS = 24 * 3600 * 10**9
@@ -44,14 +42,16 @@ _LONGEST_NS = 24 * 3600 * 10**9
 
 @dataclass(frozen=True, eq=False)
 class Operations:
-    """The n rows of a log, sorted by (rank, step, start).
+    """The n rows of a log, or of a part of it, sorted by (rank, step, start).
 
     Attributes:
         names, rules: by operation code.
-        grid: the ranks.
+        grid: the R ranks.
         steps: int64[S], numbers of the steps as in the log.
-        rank, step: int32[n], from 0; positions in the grid and in `steps`.
-        segment: int64[n], ``rank * S + step``; does not decrease.
+        begins: int64[R * S + 1], where in the log the rows of each rank and step begin.
+        ranks: int32[R * S], the rank in each pair of rank and step.
+        within: which pairs of rank and step, numbered ``rank * S + step``, these rows are of.
+        segment: int32[n], number of the pair of rank and step; does not decrease.
         operation: uint8[n] operation code.
         start_ns, end_ns: int64[n].
         chunk: int[n], 0 where the log has none.
@@ -63,9 +63,10 @@ class Operations:
     rules: tuple[OperationRule, ...]
     grid: RankGrid
     steps: Int64Array
-    rank: IntArray
-    step: IntArray
-    segment: Int64Array
+    begins: Int64Array
+    ranks: NDArray[np.int32]
+    within: range
+    segment: NDArray[np.int32]
     operation: NDArray[np.uint8]
     start_ns: Int64Array
     end_ns: Int64Array
@@ -82,13 +83,58 @@ class Operations:
     @property
     def segments(self) -> int:
         """Number of (rank, step) pairs."""
-        return self.grid.ranks * len(self.steps)
+        return len(self.within)
+
+    @property
+    def row(self) -> int:
+        """Where in the log the first row is."""
+        return int(self.begins[self.within.start])
+
+    def parts(self) -> list[Operations]:
+        """The log cut where no dependency within a rank crosses: between ranks, or steps."""
+        stride = 1 if self.sampled else len(self.steps)
+        return [
+            self._part(range(units.start * stride, units.stop * stride))
+            for units in cut_into_parts(self.begins[::stride])
+        ]
+
+    def _part(self, within: range) -> Operations:
+        rows = slice(self.begins[within.start], self.begins[within.stop])
+        columns = {
+            name: getattr(self, name)[rows]
+            for name in ("segment", "operation", "start_ns", "end_ns", "chunk", "microbatch")
+        }
+        return replace(self, within=within, **columns)
+
+    def segment_of(self, rows: Int64Array) -> Int64Array:
+        """int64[m], positions of rows in `within`."""
+        return self.segment[rows] - np.int64(self.within.start)
+
+    def rank_of(self, rows: Int64Array) -> IntArray:
+        """int32[m], positions of the rows' ranks in the grid."""
+        return self.ranks[self.segment[rows]]
+
+    def step_of(self, rows: Int64Array) -> IntArray:
+        """int32[m], positions of the rows' steps in `steps`."""
+        return self.segment[rows] % np.int32(len(self.steps))
+
+    def turn_of(self, rows: Int64Array) -> IntArray:
+        """int32[m], equal for rows that the chains of a rank run through."""
+        return self.segment[rows] if self.sampled else self.rank_of(rows)
+
+    def counts(self, rows: Int64Array) -> Int64Array:
+        """int64[segments], how many of some rows each rank has in each step."""
+        return np.bincount(self.segment_of(rows), minlength=self.segments)
 
     def place(self, row: int) -> str:
         """What errors call a row."""
         name = self.names[self.operation[row]]
-        place = self.place_of(int(self.rank[row]), int(self.step[row]))
+        place = self.place_of(*divmod(int(self.segment[row]), len(self.steps)))
         return f"{place} operation={name} at {self.start_ns[row]} ns"
+
+    def place_of_segment(self, segment: int) -> str:
+        """What errors call a position in `within`."""
+        return self.place_of(*divmod(self.within[segment], len(self.steps)))
 
     def place_of(self, rank: int, step: int) -> str:
         """What errors call a rank in a step, by their positions."""
@@ -107,61 +153,67 @@ def read_operations(paths: Sequence[Path], mapping: ColumnMapping) -> Operations
     table = _read_table(paths, mapping)
     names, codes = _operation_codes(table, mapping, paths[0])
     rules = tuple(mapping.operations[name] for name in names)
-    number, rank = rank_numbers(table)
-    steps, step = dense_positions(table, "step")
+    first = _first_of_runs(table)
+    places = table.select(name for name in _PLACE if name in table.columns)[first]
+    number, rank = rank_numbers(places)
+    steps, step = dense_positions(places, "step")
+    grid = rank_grid(number, places, rank)
+    runs = Runs(first, table.height, step, rank * np.int64(len(steps)) + step)
+    lengths = runs.lengths(len(number) * len(steps))
+    begins = np.concatenate([[0], np.cumsum(lengths)])
+    columns = {
+        "operation": codes,
+        "start": table["start"].to_numpy(),
+        "end": table["end"].to_numpy(),
+        "chunk": _at_least(0, table, "chunk"),
+        "microbatch": _at_least(-1, table, "microbatch"),
+    }
     sampled = mapping.time.origin is Origin.STEP
-    # Times within the step are small: sorting them takes fewer bits.
-    within, origin = _within_steps(table, step, len(steps), sampled=sampled)
-    segment = rank * np.int64(len(steps)) + step
-    # Sorted, ranks and steps come in runs.
-    lengths = np.bincount(segment, minlength=len(number) * len(steps))
-    order = _issue_order(segment, within, rules, codes)
-    table = table.drop("operation", "rank", "step", strict=False)[order]
-    grid = rank_grid(number, table, lengths.reshape(len(number), len(steps)).sum(axis=1))
-    turn = np.arange(len(lengths))
-    step = np.repeat((turn % len(steps)).astype(np.int32), lengths)
-    start, end = table["start"].to_numpy(), table["end"].to_numpy()
+    origin = shift = np.zeros(len(steps), np.int64)
     if sampled:
-        shift = origin[step]
-        start, end = start + shift, end + shift
-
-    def at_least(name: str, least: int) -> IntArray:
-        if name not in table.columns:
-            return np.full(len(start), least, np.int16)
-        values: IntArray = table[name].to_numpy()
-        return np.maximum(values, np.array(least, values.dtype))
-
+        # Laid out one after the other, in the order of their numbers.
+        ends = np.cumsum(runs.highest(columns["end"], len(steps)))
+        shift = np.concatenate([[0], ends[:-1]])
+    else:
+        origin = runs.lowest(columns["start"], len(steps))
+    ordered = IssueOrder(runs, begins, rules).applied_to(columns, origin, shift)
+    segments = np.arange(len(lengths), dtype=np.int32)
     return Operations(
         names=names,
         rules=rules,
         grid=grid,
         steps=steps,
-        rank=np.repeat((turn // len(steps)).astype(np.int32), lengths),
-        step=step,
-        segment=np.repeat(turn, lengths),
-        operation=pl.Series(codes).gather(order).to_numpy(),
-        start_ns=start,
-        end_ns=end,
-        chunk=at_least("chunk", 0),
-        microbatch=at_least("microbatch", -1),
+        begins=begins,
+        within=range(len(lengths)),
+        ranks=segments // np.int32(len(steps)),
+        segment=np.repeat(segments, lengths),
+        operation=ordered["operation"].view(np.uint8),
+        start_ns=ordered["start"],
+        end_ns=ordered["end"],
+        chunk=ordered["chunk"],
+        microbatch=ordered["microbatch"],
         has_chunks="chunk" in table.columns,
         sampled=sampled,
     )
 
 
-def _within_steps(
-    table: pl.DataFrame, step: IntArray, steps: int, *, sampled: bool
-) -> tuple[Int64Array, Int64Array]:
-    """int64[n], start of every row counted from its step; int64[S], where the steps begin."""
-    start = table["start"].to_numpy()
-    origin = np.zeros(steps, np.int64)
-    if sampled:
-        # Laid out one after the other, in the order of their numbers.
-        np.maximum.at(origin, step, table["end"].to_numpy())
-        return start, np.concatenate([[0], np.cumsum(origin)[:-1]])
-    origin += start.max()
-    np.minimum.at(origin, step, start)
-    return start - origin[step], origin
+def _at_least(least: int, table: pl.DataFrame, name: str) -> IntArray:
+    """int[n], a column without what is below; where there is none, the least everywhere."""
+    if name not in table.columns:
+        return np.full(table.height, least, np.int16)
+    values: IntArray = table[name].to_numpy()
+    return values if values.min() >= least else np.maximum(values, np.array(least, values.dtype))
+
+
+def _first_of_runs(table: pl.DataFrame) -> Int64Array:
+    """The first of every run of rows that are of one rank and step: logs are written in runs."""
+    new = np.zeros(table.height, np.bool_)
+    new[0] = True
+    for name in _PLACE:
+        if name in table.columns:
+            values = table[name].to_numpy()
+            new[1:] |= values[1:] != values[:-1]
+    return np.flatnonzero(new)
 
 
 # --- columns ----------------------------------------------------------------------------------
@@ -326,30 +378,3 @@ def _operation_codes(
     table_of_codes = np.zeros(len(seen), np.uint8)
     table_of_codes[present] = [code[name] for name in spelled]
     return tuple(names), table_of_codes[physical]
-
-
-# --- order ------------------------------------------------------------------------------------
-
-
-def _issue_order(
-    segment: Int64Array,
-    within: Int64Array,
-    rules: tuple[OperationRule, ...],
-    codes: NDArray[np.uint8],
-) -> pl.Series:
-    """Row numbers in the order (segment, time within the step, turn, operation)."""
-    turn = [
-        (_TURN.get(rule.kind, _COMMUNICATION_TURN) if rule.kind.is_communication else _COMPUTE_TURN)
-        for rule in rules
-    ]
-    place = np.empty(len(rules), np.int64)
-    place[np.argsort(turn, kind="stable")] = np.arange(len(rules))
-    turn_bits = len(rules).bit_length()
-    low_bits = int(within.max()).bit_length() + turn_bits
-    if low_bits + int(segment.max()).bit_length() <= _MOST_BITS:
-        key = segment << low_bits
-        key |= within << turn_bits
-        key |= place[codes]
-        return pl.Series(key).arg_sort()
-    keys = pl.DataFrame({"a": segment, "b": within, "c": place[codes]})
-    return keys.select(pl.arg_sort_by("a", "b", "c")).to_series()
