@@ -22,6 +22,7 @@ import itertools
 import os
 import queue
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -270,14 +271,14 @@ class SpanWriter:
         """
         if self._closed:
             return
-        self.add_fact({"ended": True})
-        self._hand_over()
         self._closed = True
+        _writers.discard(self)
+        self._rows.append({"ended": True})
+        self._pass_on(self._take())
         if self._chunks is not None and self._thread is not None:
             self._chunks.put(None)
             self._thread.join()
         self._file.close()
-        _writers.discard(self)
         self._check()
 
     def __enter__(self) -> Self:
@@ -301,11 +302,14 @@ class SpanWriter:
         chunk = self._take()
         if self._closed or not chunk:
             return
+        self._pass_on(chunk)
+        self._check()
+
+    def _pass_on(self, chunk: list[Any]) -> None:
         if self._chunks is None:
             self._write_frame(chunk)
         else:
             self._chunks.put(chunk)
-        self._check()
 
     def _write_chunks(self, chunks: queue.Queue[list[Any] | None]) -> None:
         """The writer's thread."""
@@ -348,7 +352,10 @@ class SpanWriter:
 
 def _close_all() -> None:
     for writer in list(_writers):
-        writer.close()
+        try:
+            writer.close()
+        except PrismError as error:
+            print(f"warning: a recording is not whole: {error}", file=sys.stderr)
 
 
 def _abandon_all() -> None:
