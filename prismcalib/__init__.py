@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         PredicateError,
         ScenarioError,
         StructureError,
+        TooLargeError,
     )
     from prismcalib.estimates import EstimateRange
     from prismcalib.graph import Graph
@@ -95,6 +96,7 @@ __all__ = [
     "StructureError",
     "SwapDurations",
     "Timing",
+    "TooLargeError",
     "WaitRules",
     "WhatIf",
     "coarsen",

@@ -20,9 +20,10 @@ from prismcalib.graph import Graph, Int64Array
 from prismcalib.instances import Channels, members_of
 from prismcalib.memory import require_memory
 from prismcalib.rows import ABSENT, COLUMNS, Rows, rows_of
+from prismcalib.step_times import laid_out
 from prismcalib.waiting import SEND_BYTES, WaitRules, apply_wait_rules, waiting_rows
 
-__all__ = ["GRAPH_BYTES", "graph_from_blocks", "table_of"]
+__all__ = ["GRAPH_BYTES", "graph_from_blocks", "step_columns", "table_of"]
 
 GRAPH_BYTES = 75
 """Memory a row: the arrays of a graph, and what is in use while they are made."""
@@ -30,8 +31,13 @@ GRAPH_BYTES = 75
 _RULE_COLUMNS = ("kind", "rank", "group", "peer", "bytes")
 
 
-def graph_from_blocks(layout: Layout, rules: WaitRules | None = None) -> Graph:
+def graph_from_blocks(layout: Layout, rules: WaitRules | None = None, *, also: int = 0) -> Graph:
     """The graph of a calibrated trace; see `prismcalib.build.graph_from_trace`.
+
+    Args:
+        layout: of the trace.
+        rules: see there.
+        also: bytes a row that what comes next will take.
 
     Raises:
         MergeInputError: ids, deps or groups contradict each other, or rows lack times.
@@ -42,7 +48,7 @@ def graph_from_blocks(layout: Layout, rules: WaitRules | None = None) -> Graph:
     trace, header = layout.trace, layout.trace.header
     require_own_columns(trace)
     require_rows_of_ranks(set(layout.ranks.tolist()), trace)
-    require_memory(GRAPH_BYTES * layout.total, f"a graph of {layout.total:,} operations")
+    require_memory((GRAPH_BYTES + also) * layout.total, f"a graph of {layout.total:,} operations")
     here = set(header.ranks)
     place = {rank: like for rank, like in (header.symmetry or {}).items() if rank not in here}
     assembly = Assembly(
@@ -101,6 +107,12 @@ def _with_rules(graph: Graph, layout: Layout, rules: WaitRules, lasting: list[In
     free = (graph.instance >= 0) & ~waiting_rows(loosened)
     duration = np.where(free, np.concatenate(lasting), graph.duration_ns)
     return replace(loosened, duration_ns=duration)
+
+
+def step_columns(layout: Layout) -> pl.DataFrame:
+    """What `StepModel.of` reads of all rows."""
+    times = ["start_ns", "dur_ns"] if laid_out(layout.trace.header) else []
+    return table_of(layout, ["step", *times])
 
 
 def table_of(layout: Layout, columns: list[str]) -> pl.DataFrame:

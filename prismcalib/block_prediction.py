@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from prismcalib.block_graph import graph_from_blocks, table_of
+from prismcalib.block_graph import graph_from_blocks, step_columns
 from prismcalib.blocks import Layout
 from prismcalib.estimates import EstimateRange, duration_factors, path_shares, scaled
 from prismcalib.extent import extent_of
-from prismcalib.memory import require_memory
 from prismcalib.paths import CriticalPath, inner_idle
 from prismcalib.prediction import Prediction, path_basis, rank_times
 from prismcalib.propagation import propagate_batch
@@ -70,8 +69,7 @@ def _estimates(layout: Layout, path: CriticalPath) -> EstimateRange | None:
     )
     if not estimated:
         return None
-    require_memory(_RANGE_BYTES * layout.total, "the range that estimated transfers leave")
-    graph = graph_from_blocks(layout)
+    graph = graph_from_blocks(layout, also=_RANGE_BYTES)
     durations = np.empty((graph.rows, 2), np.int64)
     unknown = []
     of_path = path.segments["id"].implode()
@@ -81,7 +79,7 @@ def _estimates(layout: Layout, path: CriticalPath) -> EstimateRange | None:
             durations[block.part, column] = scaled(graph.duration_ns[block.part], factor)
         ids = block.nodes["id"].filter(open_ended)
         unknown.append(ids.filter(ids.is_in(of_path)))
-    model = StepModel.of(graph, _steps_of(layout), layout.trace.header)
+    model = StepModel.of(graph, step_columns(layout), layout.trace.header)
     shortest, longest = model.typical_each(
         propagate_batch(model.graph, durations, steps=model.number)
     )
@@ -91,11 +89,3 @@ def _estimates(layout: Layout, path: CriticalPath) -> EstimateRange | None:
         shares=path_shares(path, pl.lit(value=True)),
         unknown=path_shares(path, pl.col("id").is_in(pl.concat(unknown).implode())),
     )
-
-
-def _steps_of(layout: Layout) -> pl.DataFrame:
-    """What `StepModel.of` reads."""
-    from prismcalib.step_times import laid_out
-
-    times = ["start_ns", "dur_ns"] if laid_out(layout.trace.header) else []
-    return table_of(layout, ["step", *times])

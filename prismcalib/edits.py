@@ -15,7 +15,7 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,15 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from prismcalib.build import graph_from_trace
+from prismcalib.blocks import Layout, is_large
+from prismcalib.build import graph_from_trace, require_rows_of_ranks
 from prismcalib.durations import parse_ns
 from prismcalib.errors import ScenarioError
 from prismcalib.graph import MAX_TOTAL_NS, Graph, Int64Array
 from prismcalib.paths import calibrated_trace
 from prismcalib.predicates import Predicate, RowPicker
 from prismtrace.errors import InputFileError
+from prismtrace.trace import Trace
 
 __all__ = [
     "Draft",
@@ -154,8 +156,8 @@ class SwapDurations:
 
     def apply(self, draft: Draft) -> None:
         """Change the draft."""
-        found = _counterparts(draft, self.other)
-        picked = found["other_ns"].is_not_null().to_numpy()
+        other_ns = _counterparts(draft, self.other)
+        picked = other_ns >= 0
         if self.where is not None:
             picked &= draft.picker.pick(self.where)
         if not picked.any():
@@ -165,7 +167,7 @@ class SwapDurations:
                 hint="swap durations between runs of the same job",
             )
         draft.edited |= picked
-        draft.duration_ns[picked] = found["other_ns"].to_numpy()[picked].astype(np.int64)
+        draft.duration_ns[picked] = other_ns[picked]
 
 
 Edit = Scale | SetDuration | ScaleGaps | Drop | SwapDurations
@@ -295,17 +297,21 @@ def _leave_instances(graph: Graph, picked: NDArray[np.bool_]) -> Graph:
     )
 
 
-def _counterparts(draft: Draft, other: str | os.PathLike[str]) -> pl.DataFrame:
-    """Rows of the draft in order: rank, step_number, place, kind, other_kind, other_ns."""
-    graph, rows = graph_from_trace(calibrated_trace(other))
-    theirs = _places(rows).with_columns(other_ns=pl.Series(graph.duration_ns))
-    found = _places(draft.picker.rows).join(
-        theirs.rename({"kind": "other_kind"}),
-        on=["rank", "step_number", "place"],
-        how="left",
-        maintain_order="left",
-    )
-    differs = found.filter(pl.col("kind") != pl.col("other_kind"))
+def _counterparts(draft: Draft, other: str | os.PathLike[str]) -> Int64Array:
+    """int64[n]: durations of the same operations in another trace; -1: it does not have them."""
+    trace = calibrated_trace(other)
+    find = _tables(trace)
+    other_ns, differing = [np.empty(0, np.int64)], []
+    for rows in draft.picker.places():
+        found = _places(rows).join(
+            find(rows["rank"]).rename({"kind": "other_kind"}),
+            on=["rank", "step_number", "place"],
+            how="left",
+            maintain_order="left",
+        )
+        differing.append(found.filter(pl.col("kind") != pl.col("other_kind")))
+        other_ns.append(found["other_ns"].fill_null(-1).to_numpy())
+    differs = pl.concat(differing)
     if differs.height:
         first = differs.row(0, named=True)
         raise ScenarioError(
@@ -315,7 +321,32 @@ def _counterparts(draft: Draft, other: str | os.PathLike[str]) -> pl.DataFrame:
             f"operation {first['place']}",
             hint="swap durations between runs of the same job and code",
         )
-    return found
+    return np.concatenate(other_ns)
+
+
+def _tables(trace: Trace) -> Callable[[pl.Series], pl.DataFrame]:
+    """What looks up some ranks in a trace: columns of `_places`, and own durations other_ns."""
+    if not is_large(trace):
+        graph, rows = graph_from_trace(trace)
+        whole = _places(rows).with_columns(other_ns=pl.Series(graph.duration_ns))
+        return lambda _: whole
+    layout = Layout.of(trace)
+    require_rows_of_ranks(set(layout.ranks.tolist()), trace)
+    member = pl.col("seq").is_not_null() & pl.col("group").is_not_null()
+    own = pl.when(member).then(pl.col("transfer_ns")).fill_null(pl.col("dur_ns")).alias("other_ns")
+
+    def some(ranks: pl.Series) -> pl.DataFrame:
+        low, high = np.searchsorted(layout.ranks, [ranks[0], ranks[-1] + 1])
+        columns: list[str | pl.Expr] = ["rank", "kind", "step", own]
+        if low == high:
+            return _other_places(layout.read(0, 1, columns).clear())
+        return _other_places(layout.read(int(low), int(high), columns))
+
+    return some
+
+
+def _other_places(rows: pl.DataFrame) -> pl.DataFrame:
+    return _places(rows).with_columns(rows["other_ns"].cast(pl.Int64))
 
 
 def _places(rows: pl.DataFrame) -> pl.DataFrame:

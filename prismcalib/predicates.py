@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +20,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from prismcalib.errors import PredicateError
+from prismcalib.graph import Int32Array
 from prismtrace.schema import TraceHeader
 
 __all__ = ["Predicate", "RowPicker"]
@@ -65,7 +67,7 @@ class RowPicker:
             unknown = [name for name in names if name not in self.columns]
             if unknown:
                 raise self._unknown(unknown[0], shown)
-            answer = self._table(names).select(answer=expression).to_series()
+            picked = self.evaluate(expression, names, shown)
         except pl.exceptions.PolarsError as error:
             raise PredicateError(
                 f"cannot be evaluated: {_first_line(error)}",
@@ -73,6 +75,18 @@ class RowPicker:
                 hint="compare text with text and numbers with numbers (`group` is a number, "
                 "`group_name` a text); combine comparisons with and, or, not",
             ) from error
+        if not picked.any():
+            raise PredicateError("no row fulfils it", where=shown, hint=self._known_values(names))
+        return picked
+
+    def evaluate(self, expression: pl.Expr, names: list[str], shown: str) -> NDArray[np.bool_]:
+        """bool[n], the answer of an expression over known columns.
+
+        Raises:
+            PredicateError: it is not true or false for every row.
+            polars.exceptions.PolarsError: types do not fit.
+        """
+        answer = self._table(names).select(answer=expression).to_series()
         if answer.dtype != pl.Boolean or len(answer) not in (1, self.rows.height):
             raise PredicateError(
                 f"gives {answer.dtype}, not true or false for every row",
@@ -82,9 +96,19 @@ class RowPicker:
         picked = answer.fill_null(value=False).to_numpy()
         if len(picked) != self.rows.height:
             picked = np.full(self.rows.height, picked[0])
-        if not picked.any():
-            raise PredicateError("no row fulfils it", where=shown, hint=self._known_values(names))
         return picked
+
+    def at(self, numbers: Int32Array) -> pl.DataFrame:
+        """The rows of these numbers, all columns."""
+        return self.rows[numbers]
+
+    def places(self) -> Iterator[pl.DataFrame]:
+        """Columns rank, kind and step (and more) of all rows, in order, whole ranks at a time."""
+        yield self.rows
+
+    def values(self, name: str) -> pl.Series:
+        """What a column contains, apart from nulls."""
+        return self._table([name])[name].drop_nulls()
 
     def _parse(self, text: str) -> pl.Expr:
         """SQL means columns by double quotes; people who write == mean texts."""
@@ -160,10 +184,9 @@ class RowPicker:
 
     def _known_values(self, names: list[str]) -> str:
         """What the columns of a predicate that fits nothing contain."""
-        table = self._table(names)
         texts = []
         for name in dict.fromkeys(names):
-            values = table[name].drop_nulls()
+            values = self.values(name)
             if not len(values):
                 texts.append(f"{name} is empty in this trace")
             elif values.dtype == pl.String:

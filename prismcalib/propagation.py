@@ -221,9 +221,13 @@ def propagate_batch(
         begin_ns=begin,
         last_end_ns=np.maximum(last + origin, begin),
         step_end_ns=None if steps is None else np.maximum(step_end + origin, begin),
-        start_ns=_without_arrivals(graph, start + origin) if times else None,
-        end_ns=end[: graph.rows] + origin if times else None,
+        start_ns=_without_arrivals(graph, _moved(start, origin)) if times else None,
+        end_ns=_moved(end, origin)[: graph.rows] if times else None,
     )
+
+
+def _moved(times: Int64Array, origin: int) -> Int64Array:
+    return times + origin if origin else times
 
 
 def slack(graph: Graph, timing: Timing, engine: Engine = "auto") -> Int64Array:

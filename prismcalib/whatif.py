@@ -11,14 +11,15 @@ All scenarios share one graph: those that change durations only are propagated t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
-import polars as pl
 
+from prismcalib.blocks import Layout, is_large
 from prismcalib.build import graph_from_trace
 from prismcalib.edits import Draft, Edit, scenario_edits
 from prismcalib.errors import PredicateError, ScenarioError
@@ -37,7 +38,6 @@ from prismcalib.propagation import (
 from prismcalib.step_times import typical_ns
 from prismcalib.steps import StepModel
 from prismcalib.waiting import WaitRules, waiting_rows
-from prismtrace.schema import TraceHeader
 from prismtrace.trace import Trace
 
 __all__ = ["Scenario", "WhatIf", "what_if"]
@@ -47,6 +47,8 @@ BASELINE = "as it was"
 
 # Start, end and duration of all rows of all scenarios of one batch: at most about 1.5 GB.
 _MOST_CELLS = 2**26
+# Beside the graph: order, ranks, and of one scenario durations and times, some of them twice.
+_RUN_BYTES = 60
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,13 +140,18 @@ def what_if(
         raise ScenarioError("no scenario was given")
     trace = calibrated_trace(source)
     model = _Model.of(trace, engine, len(named))
-    baseline = model.run(model.steps.graph, [model.draft(model.steps.graph)])[0]
     graph = model.steps.graph
+    order = propagate(graph, model.engine).order
+    baseline = model.run(graph, [model.draft(graph)], order)[0]
     if rules:
         loose = WaitRules.of(trace.header).joined_with(rules)
-        graph = StepModel.of(*graph_from_trace(trace, rules=loose), trace.header).graph
-    drafts = [_edited(model.draft(graph), name, listed) for name, listed in named.items()]
-    runs = model.run(graph, drafts)
+        graph = _step_model(trace, loose)[0].graph
+        order = propagate(graph, model.engine).order
+    runs: list[_Run] = []
+    width = max(1, _MOST_CELLS // max(graph.rows, 1))
+    for some in _some_at_once(named.items(), width):
+        drafts = [_edited(model.draft(graph), name, listed) for name, listed in some]
+        runs += model.run(graph, drafts, order)
 
     def scenario(name: str, draft_edited: int, run: _Run) -> Scenario:
         typical = model.steps.typical_ns
@@ -156,10 +163,17 @@ def what_if(
     return WhatIf(
         baseline=scenario(BASELINE, 0, baseline),
         scenarios=tuple(
-            scenario(name, int(draft.edited.sum()), run)
-            for name, draft, run in zip(named, drafts, runs, strict=True)
+            scenario(name, run.edited, run) for name, run in zip(named, runs, strict=True)
         ),
     )
+
+
+def _some_at_once(
+    named: Iterable[tuple[str, list[Edit]]], count: int
+) -> Iterator[list[tuple[str, list[Edit]]]]:
+    left = iter(named)
+    while some := list(islice(left, count)):
+        yield some
 
 
 def _edited(draft: Draft, name: str, edits: Sequence[Edit]) -> Draft:
@@ -176,10 +190,9 @@ def _edited(draft: Draft, name: str, edits: Sequence[Edit]) -> Draft:
 class _PathRows:
     """A critical path as row numbers and the times that belong to it; cut only if looked at."""
 
-    rows: pl.DataFrame
-    header: TraceHeader
-    reached: Int32Array
+    picker: RowPicker
     left: Int32Array
+    reached_rank: Int32Array
     reached_start_ns: Int64Array
     left_end_ns: Int64Array
     transfers: np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -187,12 +200,12 @@ class _PathRows:
 
     def cut(self, length_ns: int) -> CriticalPath:
         return cut_path(
-            self.rows[self.left],
-            self.header,
+            self.picker.at(self.left),
+            self.picker.header,
             reached_start_ns=self.reached_start_ns,
             left_end_ns=self.left_end_ns,
             transfers=self.transfers,
-            reached_rank=self.rows["rank"].to_numpy()[self.reached],
+            reached_rank=self.reached_rank,
             first_start_ns=self.first_start_ns,
             length_ns=length_ns,
         )
@@ -202,9 +215,23 @@ class _PathRows:
 class _Run:
     """What propagating one draft gives."""
 
+    edited: int
     steps_ns: Int64Array
     length_ns: int
     path: _PathRows
+
+
+def _step_model(trace: Trace, rules: WaitRules | None = None) -> tuple[StepModel, RowPicker]:
+    """The graph of a trace with its steps, and what finds its rows."""
+    if not is_large(trace):
+        graph, rows = graph_from_trace(trace, rules=rules)
+        return StepModel.of(graph, rows, trace.header), RowPicker(rows, trace.header)
+    from prismcalib.block_graph import graph_from_blocks, step_columns
+    from prismcalib.block_picker import BlockPicker
+
+    layout = Layout.of(trace)
+    graph = graph_from_blocks(layout, rules, also=_RUN_BYTES)
+    return StepModel.of(graph, step_columns(layout), trace.header), BlockPicker(layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,22 +241,25 @@ class _Model:
     picker: RowPicker
     steps: StepModel
     engine: Engine
+    rank: Int32Array
 
     @classmethod
     def of(cls, trace: Trace, engine: Engine, scenarios: int) -> _Model:
-        graph, rows = graph_from_trace(trace)
-        chosen = pick_engine(graph.rows, scenarios + 1) if engine == "auto" else engine
-        return cls(RowPicker(rows, trace.header), StepModel.of(graph, rows, trace.header), chosen)
+        steps, picker = _step_model(trace)
+        rows = steps.graph.rows
+        chosen = pick_engine(rows, scenarios + 1) if engine == "auto" else engine
+        rank = np.concatenate([part["rank"].to_numpy() for part in picker.places()])
+        return cls(picker, steps, chosen, rank)
 
     def draft(self, graph: Graph) -> Draft:
         """Nothing edited yet."""
         return Draft.of(self.picker, graph, apart=self.steps.apart)
 
-    def run(self, graph: Graph, drafts: Sequence[Draft]) -> list[_Run]:
-        """Propagate all drafts, those with the structure and lags of `graph` together."""
-        order = None
-        if any(draft.same_order for draft in drafts):
-            order = propagate(graph, self.engine).order
+    def run(self, graph: Graph, drafts: Sequence[Draft], order: Int32Array) -> list[_Run]:
+        """Propagate all drafts, those with the structure and lags of `graph` together.
+
+        `order`: of completion of the graph.
+        """
         together = [number for number, draft in enumerate(drafts) if draft.graph is graph]
         batch = max(1, _MOST_CELLS // max(graph.rows, 1))
         runs: dict[int, _Run] = {}
@@ -269,13 +299,13 @@ class _Model:
             last, length, begin = int(rows[timing.end_ns[rows].argmax()]), int(steps[typical]), 0
         reached, left = critical_arrays(graph, timing, self.engine, last)
         return _Run(
+            edited=int(draft.edited.sum()),
             steps_ns=steps,
             length_ns=length,
             path=_PathRows(
-                self.picker.rows,
-                self.picker.header,
-                reached,
+                self.picker,
                 left,
+                self.rank[reached],
                 timing.start_ns[reached],
                 timing.end_ns[left],
                 waiting_rows(graph)[left],

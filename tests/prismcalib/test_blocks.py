@@ -10,7 +10,14 @@ from prismcalib import merge, synth
 from prismcalib.block_graph import graph_from_blocks
 from prismcalib.blocks import Layout
 from prismcalib.build import graph_from_trace
-from prismcalib.errors import CoverageError, MergeInputError, TooLargeError
+from prismcalib.edits import Drop, Scale, ScaleGaps, SetDuration, SwapDurations
+from prismcalib.errors import (
+    CoverageError,
+    MergeInputError,
+    PredicateError,
+    ScenarioError,
+    TooLargeError,
+)
 from prismcalib.extent import extent_of
 from prismcalib.gathering import SliceOptions
 from prismcalib.memory import available_bytes, require_memory
@@ -18,6 +25,7 @@ from prismcalib.paths import critical_path
 from prismcalib.prediction import predict
 from prismcalib.propagation import critical_rows, propagate
 from prismcalib.waiting import WaitRules
+from prismcalib.whatif import what_if
 from prismtrace.trace import Trace, open_trace
 
 JOBS = {
@@ -153,3 +161,55 @@ def test_memory_is_known_or_not_asked_for(monkeypatch, tmp_path):
     assert available_bytes() == 2500
     (tmp_path / "memory.max").write_text("max\n")
     assert available_bytes() == 7 * 1024
+
+
+EDITS = {
+    "faster": [Scale("kind == 'compute' and rank in (1, 2)", 0.5)],
+    "no gaps": [ScaleGaps("rank >= 1", 0)],
+    "without": [Drop("kind != 'compute' and group_size > 1"), SetDuration("step = 0", 5)],
+    "longer than usual": [Scale(pl.col("dur_ns") > pl.col("dur_ns").mean(), 0.5)],
+}
+
+
+@pytest.mark.parametrize("rules", [None, WaitRules(rooted=True, eager_below=10**9)])
+def test_what_if(calibrated, by_blocks, rules):
+    whole = what_if(calibrated, EDITS, rules=rules)
+    by_blocks()
+    assert what_if(calibrated, EDITS, rules=rules).as_dict() == whole.as_dict()
+
+
+def test_what_if_scenarios_one_by_one(calibrated, by_blocks, monkeypatch):
+    whole = what_if(calibrated, EDITS)
+    by_blocks()
+    monkeypatch.setattr("prismcalib.whatif._MOST_CELLS", 1)
+    assert what_if(calibrated, EDITS).as_dict() == whole.as_dict()
+
+
+def test_durations_of_another_trace(by_blocks, tmp_path):
+    runs = [
+        merge(synth.generate(synth.JobSpec(steps=2, launch_gap_ns=300, stragglers=slow)))
+        for slow in ({}, {1: 1.5})
+    ]
+    runs[1].write(tmp_path / "slow.parquet")
+    edits = [SwapDurations(tmp_path / "slow.parquet", "rank < 3")]
+    whole = what_if(runs[0].trace, edits)
+    by_blocks()
+    assert what_if(runs[0].trace, edits).as_dict() == whole.as_dict()
+    other = merge(synth.generate(synth.JobSpec(microbatches=3)))
+    other.write(tmp_path / "other.parquet")
+    with pytest.raises(ScenarioError, match="the runs differ"):
+        what_if(runs[0].trace, [SwapDurations(tmp_path / "other.parquet")])
+
+
+def test_what_predicates_say_of_blocks(calibrated):
+    for where in ("rnk = 3", "kind = 'all_redduce'", "group_name LIKE 'x%' and rank > 2", "rank"):
+        with pytest.raises(PredicateError) as whole:
+            what_if(calibrated, [Scale(where, 2)])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("prismcalib.blocks.LARGE_ROWS", 0)
+            with pytest.raises(PredicateError) as streamed:
+                what_if(calibrated, [Scale(where, 2)])
+        assert (streamed.value.message, streamed.value.hint) == (
+            whole.value.message,
+            whole.value.hint,
+        )
