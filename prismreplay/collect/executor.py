@@ -145,10 +145,7 @@ def _reduce(members: Sequence[Request], writer: ParcelWriter) -> Spans:
 
 
 def _reduce_scatter(members: Sequence[Request], writer: ParcelWriter) -> Spans:
-    """N tensors a member, the i-th of which is reduced for member i."""
-    specs = members[0].op.inputs
-    if len({spec for spec in specs}) == 1:
-        return _cut(_all_reduced(members, writer), len(members))
+    """N tensors a member, the i-th of which is reduced for member i; apart, as gloo does."""
     return [[span] for span in _each_reduced(members, writer)]
 
 
@@ -158,10 +155,6 @@ def _each_reduced(members: Sequence[Request], writer: ParcelWriter) -> list[Span
         _reduced(members, place.offset, spec, writer)
         for place, spec in zip(_spans(specs), specs, strict=True)
     ]
-
-
-def _cut(spans: Sequence[Span], size: int) -> Spans:
-    return [[spans[place]] for place in range(size)]
 
 
 def _reduce_scatter_single(members: Sequence[Request], writer: ParcelWriter) -> Spans:

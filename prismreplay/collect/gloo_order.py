@@ -59,12 +59,12 @@ def _up(value: int, multiple: int) -> int:
 
 
 def _max(total: Tensor, other: Tensor) -> None:
-    # As std::max: what is not comparable (NaN) leaves the first in place.
-    torch.where(total < other, other, total, out=total)
+    # As std::max(other, total): the new one stays unless it is less; nothing is less than NaN.
+    torch.where(other < total, total, other, out=total)
 
 
 def _min(total: Tensor, other: Tensor) -> None:
-    torch.where(other < total, other, total, out=total)
+    torch.where(total < other, total, other, out=total)
 
 
 def _add(total: Tensor, other: Tensor) -> None:

@@ -9,7 +9,7 @@ both ranks' lines are known. No torch and no input or output in here.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,10 +69,14 @@ _Pair = tuple[str, int, int, int]  # group key, sender, receiver, tag
 
 
 class Matcher:
-    """The operations that still lack partners."""
+    """The operations that still lack partners.
 
-    def __init__(self) -> None:
+    Ranks in `stands_for` do not run; collectives do not wait for them.
+    """
+
+    def __init__(self, stands_for: Mapping[int, int] | None = None) -> None:
         self._numbers = 0
+        self._absent = frozenset(stands_for or ())
         self._collectives: dict[str, dict[int, Instance]] = defaultdict(dict)
         self._sends: dict[_Pair, deque[Request]] = defaultdict(deque)
         self._receives: dict[_Pair, deque[Request]] = defaultdict(deque)
@@ -125,7 +129,10 @@ class Matcher:
             raise ValueError("a collective needs a number")
         instance = started.get(op.seq)
         if instance is None:
-            instance = started[op.seq] = self._new(op.group.ranks)
+            ranks = op.group.ranks
+            if self._absent:
+                ranks = tuple(one for one in ranks if one not in self._absent)
+            instance = started[op.seq] = self._new(ranks)
         request = Request(rank, ticket, op, inputs, instance)
         for other in instance.requests.values():
             _compare(request, other)

@@ -1,0 +1,131 @@
+"""The executor against real gloo, bit for bit; and what gloo cannot do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from prismreplay.runtime.operations import Call
+from prismtrace.schema import ReduceOp
+from tests.prismreplay.collect.gloo_ranks import on_gloo
+from tests.prismreplay.collect.members import perform
+
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+SIZES = (1, 7, 999, 50_001, 300_001)  # the last is more than a MiB, twice for float64
+EXTREMES = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0)
+
+
+@functools.cache
+def values(rank: int, elements: int, dtype: str, *, wild: bool = False) -> torch.Tensor:
+    """Numbers of very different size, whose sum depends on the order."""
+    generator = torch.Generator().manual_seed(1000 * elements + rank)
+    kind = getattr(torch, dtype)
+    if not kind.is_floating_point:
+        return torch.randint(0, 100, (elements,), generator=generator).to(kind)
+    scale = 10.0 ** torch.randint(-2, 3, (elements,), generator=generator)
+    found = (torch.randn(elements, generator=generator) * scale).to(kind)
+    if wild:
+        places = torch.randint(0, elements, (elements // 2,), generator=generator)
+        picks = torch.randint(0, len(EXTREMES), (elements // 2,), generator=generator)
+        found[places] = torch.tensor(EXTREMES)[picks].to(kind)
+    return found
+
+
+def reductions() -> Iterator[tuple[str, int, ReduceOp, bool]]:
+    """Element type, number of elements, reduction, with infinities and the like."""
+    for dtype in FLOATS:
+        for elements in SIZES:
+            yield dtype, elements, ReduceOp.SUM, False
+        for op in (ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.SUM):
+            yield dtype, 999, op, True
+    for dtype in ("int64", "int32", "int8", "uint8"):
+        whole = set(ReduceOp) - {ReduceOp.AVG, ReduceOp.PREMUL_SUM}
+        yield from ((dtype, 101, op, False) for op in sorted(whole))
+
+
+def red_op(op: ReduceOp) -> dist.ReduceOp:
+    return getattr(dist.ReduceOp, op.name)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal in every bit, except that one NaN is like another: arithmetic does not define them."""
+    if left.is_floating_point():
+        places = left.isnan()
+        if not torch.equal(places, right.isnan()):
+            return False
+        left, right = left.masked_fill(places, 0.0), right.masked_fill(places, 0.0)
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_reductions_are_those_of_gloo(size: int) -> None:
+    cases = list(reductions())
+
+    def work(rank: int) -> list[torch.Tensor]:
+        found = []
+        for dtype, elements, op, wild in cases:
+            tensor = values(rank, elements, dtype, wild=wild).clone()
+            dist.all_reduce(tensor, red_op(op))
+            found.append(tensor)
+        return found
+
+    real = on_gloo(size, work)[size - 1]
+    for (dtype, elements, op, wild), expected in zip(cases, real, strict=True):
+        inputs = [[values(rank, elements, dtype, wild=wild)] for rank in range(size)]
+        got = perform(Call.ALL_REDUCE, inputs, inputs, reduce_op=op)[size - 1][0]
+        assert same_bits(got, expected), (dtype, elements, op, wild)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_other_reducing_calls_are_those_of_gloo(size: int) -> None:
+    dtype = "float32"
+    uneven = [5 + place for place in range(size)]
+
+    def work(rank: int) -> list[torch.Tensor]:
+        found = []
+        for elements in (size, 999 * size, 100_001 * size):
+            whole = values(rank, elements, dtype)
+            root = whole.clone()
+            dist.reduce(root, dst=size - 1)
+            part = torch.empty(elements // size)
+            dist.reduce_scatter_tensor(part, whole.clone())
+            parts = torch.empty(elements // size)
+            dist.reduce_scatter(parts, [piece.clone() for piece in whole.chunk(size)])
+            found += [root, part, parts]
+        pieces = [values(rank, count, dtype).clone() for count in uneven]
+        mine = torch.empty(uneven[rank])
+        dist.reduce_scatter(mine, pieces)
+        several = [values(rank, count, dtype).clone() for count in (3, 70_000, 11)]
+        dist.all_reduce_coalesced(several)
+        return [*found, mine, *several]
+
+    real = on_gloo(size, work)
+    for rank in range(size):
+        expected = iter(real[rank])
+        for elements in (size, 999 * size, 100_001 * size):
+            wholes = [[values(one, elements, dtype)] for one in range(size)]
+            reduced = perform(
+                Call.REDUCE,
+                wholes,
+                [wholes[one] if one == size - 1 else [] for one in range(size)],
+                root=size - 1,
+            )
+            root = next(expected)
+            if rank == size - 1:
+                assert same_bits(reduced[rank][0], root), elements
+            part = [[torch.empty(elements // size)] for _ in range(size)]
+            single = perform(Call.REDUCE_SCATTER_SINGLE, wholes, part)
+            assert same_bits(single[rank][0], next(expected)), elements
+            lists = [list(whole[0].chunk(size)) for whole in wholes]
+            listed = perform(Call.REDUCE_SCATTER, lists, part)
+            assert same_bits(listed[rank][0], next(expected)), elements
+        lists = [[values(one, count, dtype) for count in uneven] for one in range(size)]
+        parts = [[torch.empty(count)] for count in uneven]
+        assert same_bits(perform(Call.REDUCE_SCATTER, lists, parts)[rank][0], next(expected))
+        several = [[values(one, count, dtype) for count in (3, 70_000, 11)] for one in range(size)]
+        for got in perform(Call.ALL_REDUCE, several, several)[rank]:
+            assert same_bits(got, next(expected))
