@@ -47,7 +47,8 @@ header = header.model_copy(update={"kind": pt.TraceKind.SLICE, "slice": real})
 nodes = rows.select(list(bare.nodes.collect_schema())).sort("rank", "index")
 with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
     pt.write(pt.Trace(header, nodes), file.name)
-    options = prismcalib.SliceOptions(bare=bare, unfold=True)
+    # The run was warm from its first step on.
+    options = prismcalib.SliceOptions(bare=bare, unfold=True, warmup=0)
     predicted = prismcalib.predict(prismcalib.merge([file.name], slices=options).trace)
 
 low, middle, high = (quantile.ns / 1e6 for quantile in predicted.spread.quantiles)

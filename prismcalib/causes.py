@@ -1,7 +1,19 @@
 """What a slowdown looks like: a slow GPU, an uneven split, uneven sequences, a slow link, delays.
 
 Every rule compares computations (or transfers) that would be equal in an even job, and says
-what the step would save without the difference, by propagating the timeline without it.
+what the step would save without the difference, by propagating the timeline without it:
+
+    cause              what is taken out
+    slow-rank          its computation takes as long as the median of the others of its stage
+    slow-host          the same
+    stage-imbalance    all stages compute equally long; the work stays, it is only spread evenly
+    sequence-lengths   each microbatch takes as long as the rank's median one
+    slow-network       transfers take as long as those of the peers
+    launch-delays      every operation starts as soon as it can
+
+Beside peers by type, a stage in the table of stages saves more than an even split: there its
+extra work is gone, and what is uneven within the stage (sequences) as well.
+
 Computation is looked at per rank, step, microbatch, chunk and phase, so that one grain serves
 kernel-level and operation-level traces.
 
@@ -24,11 +36,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from prismcalib.computing import computing_times, longer_than_others, others_median
 from prismcalib.graph import Int64Array
-from prismcalib.peers import operation_sorts
+from prismcalib.peers import Peers, operation_sorts
 from prismcalib.places import Places, group_family
-from prismcalib.wording import parts_of_spans
-from prismtrace.schema import Kind, TraceHeader
+from prismcalib.wording import RankNames, parts_of_spans, percent_text
+from prismtrace.schema import LOCAL_KINDS, Kind, TraceHeader
 
 __all__ = ["Cause", "find_causes"]
 
@@ -43,6 +56,10 @@ _VARIED = 0.03
 _ALIKE = 0.9
 """Correlation of forward and backward durations that only the amount of work explains; the
 threshold of the paper that `prismcalib.peers` names."""
+_STAGE_TABLE: dict[Peers, str] = {
+    "type": "in the table of stages the extra work is gone, and what is uneven within the stage",
+    "position": "the table of stages compares ranks of one stage only",
+}
 _LEAST_SAVING = 0.005
 _MOST_OF_A_SORT = 8
 
@@ -54,7 +71,9 @@ class Cause:
     Attributes:
         kind: see the module.
         where: rank, stage or group, as text.
-        saves: share of the step time that goes without it.
+        saves: share of the step time that goes without it; of the step without launch delays,
+            of launch delays themselves: of the step as it was.
+        without: what that means, in words: the step takes so much less *if* ...
         evidence: the numbers behind it.
         advice: what people do about it.
     """
@@ -62,6 +81,7 @@ class Cause:
     kind: str
     where: str
     saves: float
+    without: str
     evidence: str
     advice: str
 
@@ -76,6 +96,7 @@ class _Suspect:
 
     kind: str
     where: str
+    without: str
     evidence: str
     advice: str
     durations: Int64Array
@@ -88,6 +109,7 @@ def find_causes(
     simulate: Simulate,
     actual: Int64Array,
     base: Int64Array,
+    peers: Peers,
 ) -> tuple[Cause, ...]:
     """Name the causes that cost half a percent of the step time or more, largest first.
 
@@ -98,15 +120,23 @@ def find_causes(
         simulate: mean step time without launch delays for each of some sets of durations.
         actual: int64[n], durations without waiting.
         base: int64[S], step times as they were.
+        peers: what the tables of parts compare with; causes say how they differ from it.
     """
     suspects = [
-        *_slow_ranks_and_stages(rows, header, places, actual),
+        *_slow_ranks_and_stages(rows, header, places, actual, peers),
         *_slow_groups(rows, header, actual),
     ]
     times = simulate([actual, *(suspect.durations for suspect in suspects)])
     now = float(times[0]) or 1.0
     causes = [
-        Cause(suspect.kind, suspect.where, 1 - float(time) / now, suspect.evidence, suspect.advice)
+        Cause(
+            suspect.kind,
+            suspect.where,
+            1 - float(time) / now,
+            suspect.without,
+            suspect.evidence,
+            suspect.advice,
+        )
         for suspect, time in zip(suspects, times[1:], strict=True)
     ]
     causes.append(_launch_delays(now, float(base.mean())))
@@ -119,6 +149,7 @@ def _launch_delays(without: float, base: float) -> Cause:
         "launch-delays",
         "host",
         1 - without / base if base else 0.0,
+        "if every operation starts as soon as it can (share of the step as it was)",
         f"operations start later than they could; without that the step takes "
         f"{without / 1e6:,.3f} ms instead of {base / 1e6:,.3f} ms",
         "look for garbage collection, data loading and synchronising calls on the host",
@@ -129,7 +160,7 @@ def _launch_delays(without: float, base: float) -> Cause:
 
 
 def _slow_ranks_and_stages(
-    rows: pl.DataFrame, header: TraceHeader, places: Places, actual: Int64Array
+    rows: pl.DataFrame, header: TraceHeader, places: Places, actual: Int64Array, peers: Peers
 ) -> Iterator[_Suspect]:
     kind = rows["kind"].cast(pl.String)
     is_work = (kind == Kind.COMPUTE.value) & rows["phase"].cast(pl.String).is_in(
@@ -145,83 +176,81 @@ def _slow_ranks_and_stages(
         row=pl.Series(number),
         stage=pl.Series(places.stage[rank]),
         duration=pl.Series(actual[number]),
-        busy=pl.Series(_device_time(rows, actual)[number]),
     )
     unit = ["rank", "step", "phase", "microbatch", "chunk"]
     units = (
         work.group_by(unit, maintain_order=True)
-        .agg(pl.col("duration", "busy").sum(), pl.col("stage").first())
+        .agg(pl.col("duration").sum(), pl.col("stage").first())
         .filter(pl.col("duration") > 0)
         .with_columns(typical=pl.col("duration").median().over("stage", "phase", "chunk"))
         .filter(pl.col("typical") > 0)
-        .with_columns(
-            relative=pl.col("duration") / pl.col("typical"),
-            busy_relative=pl.col("busy") / pl.col("typical"),
-        )
+        .with_columns(relative=pl.col("duration") / pl.col("typical"))
     )
-    factors = _rank_factors(units)
-    yield from _rank_suspects(factors, work, actual, parts_of_spans(header))
-    yield from _stage_suspects(units, places, work, actual)
+    yield from _rank_suspects(_slow_ranks(rows, places, units), rows, header, actual)
+    yield from _stage_suspects(units, places, work, actual, peers)
     yield from _sequence_suspects(units, work, actual)
 
 
-def _device_time(rows: pl.DataFrame, actual: Int64Array) -> Int64Array:
-    """int64[n], how long the device really worked within a span, where the trace tells."""
-    if "x_busy_ns" not in rows.columns:
-        return actual
-    busy = rows["x_busy_ns"].cast(pl.Int64).fill_null(pl.Series(actual)).to_numpy()
-    at_most: Int64Array = np.minimum(busy, actual)
-    return at_most
+def _slow_ranks(rows: pl.DataFrame, places: Places, units: pl.DataFrame) -> pl.DataFrame:
+    """Ranks that compute longer than the others of their stage, step by step, slowest first.
 
-
-def _rank_factors(units: pl.DataFrame) -> pl.DataFrame:
-    """Each rank against the peers of its stage, slowest first.
-
-    Columns rank, stage, factor and device_factor (of the whole duration and of what the device
-    worked; medians over steps), often (share of steps in which it was slower), peers.
+    Columns rank, stage, longer and device_longer (than the median of the others, with and
+    without idle time between kernels; see `computing`), often (share of steps), peers.
     """
     # Of one step: long sequences of a step are no property of the rank that got them.
-    steps = units.group_by("stage", "rank", "step").agg(
-        factor=pl.col("relative").mean(), device_factor=pl.col("busy_relative").mean()
+    steps = units.group_by("stage", "rank", "step").agg(factor=pl.col("relative").mean())
+    steps = steps.with_columns(pl.col("factor") / pl.col("factor").median().over("stage", "step"))
+    persistent = (
+        steps.group_by("stage", "rank")
+        .agg(pl.col("factor").median(), often=(pl.col("factor") > 1 + (_SLOW - 1) / 2).mean())
+        .with_columns(peers=pl.len().over("stage") - 1)
+        .filter((pl.col("factor") > _SLOW) & (pl.col("often") >= _OFTEN) & (pl.col("peers") > 0))
     )
-    names = ("factor", "device_factor")
-    steps = steps.with_columns(
-        pl.col(name) / pl.col(name).median().over("stage", "step") for name in names
+    times = computing_times(rows)
+    stage = pl.Series(places.stage[times["rank"].to_numpy()])
+    times = times.with_columns(
+        local_peers=others_median(times["local_ns"], stage),
+        compute_peers=others_median(times["compute_ns"], stage),
+    ).with_columns(
+        longer=longer_than_others("local_ns", "local_peers"),
+        device_longer=longer_than_others("compute_ns", "compute_peers"),
     )
     return (
-        steps.group_by("stage", "rank")
-        .agg(pl.col(names).median(), often=(pl.col("factor") > 1 + (_SLOW - 1) / 2).mean())
-        .with_columns(peers=pl.len().over("stage") - 1)
-        .sort("factor", descending=True)
+        persistent.join(times, on="rank")
+        .filter(pl.col("longer") > _SLOW - 1)
+        .sort("longer", "rank", descending=[True, False])
     )
 
 
 def _rank_suspects(
-    factors: pl.DataFrame, work: pl.DataFrame, actual: Int64Array, parts: str
+    slow: pl.DataFrame, rows: pl.DataFrame, header: TraceHeader, actual: Int64Array
 ) -> Iterator[_Suspect]:
-    slow = factors.filter(
-        (pl.col("factor") > _SLOW) & (pl.col("often") >= _OFTEN) & (pl.col("peers") > 0)
-    )
-    for rank, stage, factor, device, often, peers in (
-        slow.select("rank", "stage", "factor", "device_factor", "often", "peers")
-        .head(_MOST_OF_A_SORT)
-        .rows()
+    parts, names = parts_of_spans(header), RankNames.of(header)
+    local = rows["kind"].cast(pl.String).is_in([kind.value for kind in LOCAL_KINDS])
+    columns = ("rank", "stage", "longer", "device_longer", "often", "peers")
+    for rank, stage, longer, device, often, peers in (
+        slow.head(_MOST_OF_A_SORT).select(columns).rows()
     ):
-        rows = work.filter(pl.col("rank") == rank)["row"].to_numpy()
+        chosen = (local & (rows["rank"] == rank)).to_numpy()
         durations = actual.copy()
-        durations[rows] = np.rint(actual[rows] / factor)
+        durations[chosen] = np.rint(actual[chosen] / (1 + longer))
         # More than half of what it is late is not the kernels' own time.
-        host = (device - 1) < (factor - 1) / 2
-        idle = f", idle between {parts} included" if host else ""
+        host = device < longer / 2
+        others = f"the other {peers} ranks" if peers > 1 else "the other rank"
+        than = others + (" of its stage" if stage >= 0 else "")
         evidence = (
-            f"computes {factor:.3f} times as long as its {peers} peers{idle}, "
-            f"in {often:.0%} of the steps"
+            f"computes {percent_text(device)} longer than {than}, in {often:.0%} of the steps"
         )
         if host:
-            evidence += f"; its {parts} themselves take {device:.3f} times as long"
+            evidence = (
+                f"its spans take {percent_text(longer)} longer than those of {than}, idle between "
+                f"{parts} included, in {often:.0%} of the steps; its {parts} themselves "
+                f"{percent_text(device)}"
+            )
         yield _Suspect(
             "slow-host" if host else "slow-rank",
-            f"rank {rank}" + (f" (stage {stage})" if stage >= 0 else ""),
+            "rank " + names.text(rank, *([f"stage {stage}"] if stage >= 0 else [])),
+            f"if its computation takes as long as the median of {than}",
             evidence,
             "see what keeps its host from launching: other processes, pinning, CPU frequency"
             if host
@@ -231,7 +260,7 @@ def _rank_suspects(
 
 
 def _stage_suspects(
-    units: pl.DataFrame, places: Places, work: pl.DataFrame, actual: Int64Array
+    units: pl.DataFrame, places: Places, work: pl.DataFrame, actual: Int64Array, peers: Peers
 ) -> Iterator[_Suspect]:
     if places.stages < 2:
         return
@@ -268,6 +297,7 @@ def _stage_suspects(
     yield _Suspect(
         "stage-imbalance",
         f"stage {number} ({position} of {places.stages})",
+        f"if the same work is spread evenly over the stages ({_STAGE_TABLE[peers]})",
         f"computes {times[worst] / 1e6:,.3f} ms a step, the other stages "
         f"{others / 1e6:,.3f} ms: {times[worst] / others:.3f} times as long; probably {why}",
         "give this stage fewer layers, or spread its extra work",
@@ -304,6 +334,7 @@ def _sequence_suspects(
     yield _Suspect(
         "sequence-lengths",
         "all ranks",
+        "if every microbatch takes as long as its rank's median one",
         f"microbatches of one rank differ by {spread:.0%} (one standard deviation), forward and "
         f"backward of the same microbatch alike (correlation {alike:.3f})",
         "batch sequences so that microbatches cost the same (attention grows with the square)",
@@ -359,6 +390,7 @@ def _slow_groups(rows: pl.DataFrame, header: TraceHeader, actual: Int64Array) ->
         yield _Suspect(
             "slow-network",
             f"group {names.get(group, group)} ({', '.join(sorted(set(sorts)))})",
+            "if its transfers take as long as those of its peers",
             f"transfers take up to {factor:.2f} times as long as in its {peers} peers, in "
             f"{often:.0%} of the steps",
             "check the links, switches and placement of this group's hosts",

@@ -47,9 +47,10 @@ def critical_path(
     from prismcalib.lateness import find_late_ranks
     from prismcalib.paths import ShareColumn, calibrated_trace
     from prismcalib.paths import critical_path as find_path
-    from prismcalib.wording import idle_inside
+    from prismcalib.wording import RankNames, idle_inside
 
     opened = calibrated_trace(trace)
+    names = RankNames.of(opened.header)
     path = find_path(opened)
     late = None if is_large(opened) else find_late_ranks(opened)
     if json:
@@ -86,9 +87,9 @@ def critical_path(
         print()
         table(
             "waited for (waiting of all ranks, also beside their own computation)",
-            ("rank", "arrived last", "wait caused", "share"),
+            (*names.heads, "arrived last", "wait caused", "share"),
             [
-                (rank, last, format_ns(caused), f"{share:.1%}")
+                (*names.cells(rank), last, format_ns(caused), f"{share:.1%}")
                 for rank, last, caused, share in late.ranks.head(limit).rows()
             ],
         )
@@ -102,10 +103,13 @@ def critical_path(
         print()
         table(
             f"by {column}",
-            (column, "segments", "busy", inside, "idle", "share"),
+            (
+                *(names.heads if column == "rank" else (column,)),
+                *("segments", "busy", inside, "idle", "share"),
+            ),
             [
                 (
-                    value,
+                    *(names.cells(value) if column == "rank" else (value,)),
                     count,
                     format_ns(busy - idle),
                     format_ns(idle),
@@ -118,10 +122,11 @@ def critical_path(
     print()
     table(
         "longest segments (idle: before they start)",
-        ("rank", "index", "kind", "name", "group", "seq", "busy", inside, "idle"),
+        (*names.heads, "index", "kind", "name", "group", "seq", "busy", inside, "idle"),
         [
             (
-                *(node[name] for name in ("rank", "index", "kind", "name", "group", "seq")),
+                *names.cells(node["rank"]),
+                *(node[name] for name in ("index", "kind", "name", "group", "seq")),
                 format_ns(node["busy_ns"] - node["inner_idle_ns"]),
                 format_ns(node["inner_idle_ns"]),
                 format_ns(node["gap_ns"]),
@@ -154,7 +159,7 @@ def predict(
     from prismcalib.durations import format_ns
     from prismcalib.prediction import predict as predict_step
     from prismcalib.step_times import steps_text
-    from prismcalib.wording import idle_inside
+    from prismcalib.wording import RankNames, idle_inside
     from prismtrace.trace import read_header, trace_files
 
     with progress("resampling steps"):
@@ -189,13 +194,14 @@ def predict(
     if prediction.estimates is not None:
         print_range(prediction.estimates)
     window = max(prediction.window_ns, 1)
-    inside = idle_inside(read_header(trace_files(trace)[0]))
+    header = read_header(trace_files(trace)[0])
+    inside, names = idle_inside(header), RankNames.of(header)
     print()
     table(
         "where each rank spends the window (transferring and waiting: not beside computation)",
-        ("rank", "computing", inside, "transferring", "waiting", "idle"),
+        (*names.heads, "computing", inside, "transferring", "waiting", "idle"),
         [
-            (rank, *(f"{ns / window:.1%}" for ns in times))
+            (*names.cells(rank), *(f"{ns / window:.1%}" for ns in times))
             for rank, *times in prediction.ranks.rows()
         ],
     )

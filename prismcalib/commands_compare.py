@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from prismcalib.comparing import Comparison
     from prismcalib.health import Health
+    from prismcalib.wording import RankNames
 
 __all__ = ["compare", "health"]
 
@@ -53,10 +54,17 @@ def compare(
     if json:
         print_json(comparison.as_dict(limit))
     else:
-        _print_comparison(comparison, by or list(CLASS_COLUMNS), limit)
+        _print_comparison(comparison, by or list(CLASS_COLUMNS), _names(a), limit)
 
 
-def _print_comparison(comparison: Comparison, by: list[str], limit: int) -> None:
+def _names(trace: Path) -> RankNames:
+    from prismcalib.wording import RankNames
+    from prismtrace.trace import read_header, trace_files
+
+    return RankNames.of(read_header(trace_files(trace)[0]))
+
+
+def _print_comparison(comparison: Comparison, by: list[str], names: RankNames, limit: int) -> None:
     from prismcalib.durations import format_ns
 
     before = max(comparison.step_a_ns, 1)
@@ -65,7 +73,7 @@ def _print_comparison(comparison: Comparison, by: list[str], limit: int) -> None
         return format_ns(ns), f"{ns / before:+.1%}"
 
     table(
-        "step time",
+        "step time (medians, as of `predict`)",
         ("", "time", "of the step"),
         [
             ("A", format_ns(comparison.step_a_ns), None),
@@ -77,25 +85,26 @@ def _print_comparison(comparison: Comparison, by: list[str], limit: int) -> None
     )
     print()
     _print_classes(
-        "classes of operations, largest effect first", comparison.classes, by, before, limit
+        "classes of operations, largest effect first", comparison.classes, by, names, before, limit
     )
     if comparison.ranks is not None and by != ["rank"]:
         print()
         title = "ranks, largest effect first (averages hide a single slow rank)"
-        _print_classes(title, comparison.ranks, ["rank"], before, min(limit, 5))
+        _print_classes(title, comparison.ranks, ["rank"], names, before, min(limit, 5))
 
 
 def _print_classes(
-    title: str, classes: pl.DataFrame, by: list[str], before: int, limit: int
+    title: str, classes: pl.DataFrame, by: list[str], names: RankNames, before: int, limit: int
 ) -> None:
     from prismcalib.durations import format_ns
 
+    heads = [head for name in by for head in (names.heads if name == "rank" else (name,))]
     table(
         title,
-        (*by, "in A", "in B", "time A", "time B", "each", "effect on step", "of it", "clear"),
+        (*heads, "in A", "in B", "time A", "time B", "each", "effect on step", "of it", "clear"),
         [
             (
-                *(row[name] for name in by),
+                *(cell for name in by for cell in _class_cells(row, name, names)),
                 f"{row['count_a']:.4g}",
                 f"{row['count_b']:.4g}",
                 format_ns(row["time_a_ns"]),
@@ -108,6 +117,10 @@ def _print_classes(
             for row in classes.head(limit).iter_rows(named=True)
         ],
     )
+
+
+def _class_cells(row: dict[str, Any], name: str, names: RankNames) -> tuple[Any, ...]:
+    return names.cells(row[name]) if name == "rank" else (row[name],)
 
 
 def health(
@@ -140,10 +153,10 @@ def health(
     if json:
         print_json(found.as_dict())
     else:
-        _print_health(found, limit, slower / 100)
+        _print_health(found, _names(observed), limit, slower / 100)
 
 
-def _print_health(found: Health, limit: int, slower: float) -> None:
+def _print_health(found: Health, names: RankNames, limit: int, slower: float) -> None:
     print(
         f"{counted(found.ranks.height, 'rank')}, {found.compared:.0%} of the expected computation compared: "
         f"usually x {found.usual_ratio:.3f} of what was expected, "
@@ -156,17 +169,25 @@ def _print_health(found: Health, limit: int, slower: float) -> None:
     for finding in found.findings:
         host = f" ({finding.host})" if finding.host else ""
         print(
-            f"rank {finding.rank}{host}: {finding.above:.1%} slower than the others "
+            f"rank {names.text(finding.rank)}{host}: {finding.above:.1%} slower than the others "
             f"({finding.deviations:.0f} deviations), {finding.slowed_share:.0%} of its computation "
             f"slowed, most in {finding.slowest}: {finding.verdict}"
         )
     print()
     table(
         "ranks, slowest first",
-        ("rank", "host", "operations", "computation", "against others", "deviations", "transfers"),
+        (
+            *names.heads,
+            "host",
+            "operations",
+            "computation",
+            "against others",
+            "deviations",
+            "transfers",
+        ),
         [
             (
-                row["rank"],
+                *names.cells(row["rank"]),
                 row["host"],
                 row["operations"],
                 f"x {row['ratio']:.3f}",

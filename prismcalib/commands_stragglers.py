@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ import typer
 from prismtrace.console import counted, print_json, progress, table
 
 if TYPE_CHECKING:
-    from prismcalib.stragglers import StragglerReport
+    from prismcalib.stragglers import By, Part, StragglerReport
 
 __all__ = ["stragglers"]
 
@@ -76,6 +77,7 @@ def stragglers(
 def _print(report: StragglerReport, limit: int) -> None:
     from prismcalib.durations import format_ns
     from prismcalib.step_times import steps_text
+    from prismcalib.wording import PART_MEANINGS, share_text
 
     base, without, ideal = (
         round(float(times.mean()))
@@ -104,32 +106,43 @@ def _print(report: StragglerReport, limit: int) -> None:
             ),
         ],
     )
+    if len(report.steps) > 1:
+        print("means, so that single slow steps count; the step time of `predict` is a median")
     if report.without_peers:
         print(f"without a peer on another rank: {counted(report.without_peers, 'operation')}")
+    print()
+    for line in PART_MEANINGS:
+        print(line)
     for by, parts in report.parts.items():
         print()
-        numbered = by == "rank" and report.source_ranks is not None
-        left_out = report.not_simulated.get(by, 0)
-        table(
-            f"by {by}" + (f" ({left_out} more differ less and were left out)" if left_out else ""),
-            (by, *(["in the log"] if numbered else []), "slowdown", "saves if like its peers"),
-            [
-                (
-                    part.name,
-                    *([_source(report, part.name)] if numbered else []),
-                    f"{part.slowdown:.4f}",
-                    f"{part.saves:.2%}",
-                )
-                for part in parts[:limit]
-            ],
-        )
+        _print_parts(report, by, parts, limit)
     print()
-    print("likely causes" if report.causes else "no cause that costs half a percent stands out")
+    print(
+        "likely causes (what the step takes less without one; they overlap)"
+        if report.causes
+        else "no cause that costs half a percent stands out"
+    )
     for cause in report.causes:
-        print(f"  {cause.kind}, {cause.where}: without it the step takes {cause.saves:.1%} less")
+        print(f"  {cause.kind}, {cause.where}: {share_text(cause.saves)} less {cause.without}")
         print(f"      {cause.evidence}")
         print(f"      {cause.advice}")
 
 
-def _source(report: StragglerReport, name: str) -> int | None:
-    return None if report.source_ranks is None else report.source_ranks[int(name)]
+def _print_parts(report: StragglerReport, by: By, parts: Sequence[Part], limit: int) -> None:
+    from prismcalib.wording import RankNames, share_text
+
+    names = RankNames(report.source_ranks)
+    ranks = by == "rank"
+    left_out = report.not_simulated.get(by, 0)
+    table(
+        f"by {by}" + (f" ({left_out} more differ less and were left out)" if left_out else ""),
+        (*(names.heads if ranks else (by,)), "slowdown", "saves if like its peers"),
+        [
+            (
+                *(names.cells(int(part.name)) if ranks else (part.name,)),
+                f"{part.slowdown:.4f}",
+                share_text(part.saves),
+            )
+            for part in parts[:limit]
+        ],
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from prismcalib.edits import Edit
     from prismcalib.paths import CriticalPath
     from prismcalib.whatif import WhatIf
+    from prismcalib.wording import RankNames
+    from prismtrace.schema import TraceHeader
 
 __all__ = ["EditCommand", "what_if"]
 
@@ -146,7 +149,9 @@ def what_if(
     if json:
         print_json(answer.as_dict(limit))
     else:
-        _print_answer(answer, limit)
+        from prismtrace.trace import read_header, trace_files
+
+        _print_answer(answer, read_header(trace_files(trace)[0]), limit)
 
 
 def _scenarios(given: list[str]) -> dict[str, list[Edit]]:
@@ -183,11 +188,13 @@ def _scenarios(given: list[str]) -> dict[str, list[Edit]]:
     return named
 
 
-def _print_answer(answer: WhatIf, limit: int) -> None:
+def _print_answer(answer: WhatIf, header: TraceHeader, limit: int) -> None:
     from prismcalib.durations import format_ns
     from prismcalib.step_times import steps_text
+    from prismcalib.wording import RankNames, idle_inside
 
     base = max(answer.baseline.step_ns, 1)
+    names, inside = RankNames.of(header), idle_inside(header)
     table(
         f"step time, {steps_text(len(answer.baseline.steps_ns), answer.baseline.warmup)}",
         ("scenario", "step", "change", "", "rows edited", "what it then waits for"),
@@ -198,39 +205,62 @@ def _print_answer(answer: WhatIf, limit: int) -> None:
                 format_ns(scenario.delta_ns) if scenario.edited or scenario.delta_ns else None,
                 f"{scenario.delta_ns / base:+.1%}",
                 scenario.edited,
-                _summary(scenario.critical_path),
+                _summary(scenario.critical_path, inside, names),
             )
             for scenario in (answer.baseline, *answer.scenarios)
         ],
     )
     if len(answer.scenarios) == 1:
-        before, after = answer.baseline.critical_path, answer.scenarios[0].critical_path
-        for column in ("kind", "rank", "group"):
-            _print_shift(column, before, after, limit)
+        paths = answer.baseline.critical_path, answer.scenarios[0].critical_path
+        parts = [_parts(path, inside) for path in paths]
+        _print_shift("kind, idle time apart", ("kind",), lambda part: (part,), *parts, limit=limit)
+        for column, heads, cells in (
+            ("rank", names.heads, names.cells),
+            ("group", ("group",), lambda group: (group,)),
+        ):
+            times = [_with_idle(path, column) for path in paths]
+            _print_shift(f"{column}, idle time included", heads, cells, *times, limit=limit)
 
 
-def _summary(path: CriticalPath) -> str:
+def _parts(path: CriticalPath, inside: str) -> dict[str, int]:
+    """What the path is made of, in ns: kinds, whose idle time inside and before is apart."""
+    shares = path.shares("kind")
+    busy = dict(zip(shares["kind"], shares["busy_ns"] - shares["inner_idle_ns"], strict=True))
+    idle = {
+        inside: path.inner_idle_ns,
+        "idle": path.gap_ns,
+        "before the path starts": path.lead_in_ns,
+    }
+    return {**busy, **{name: ns for name, ns in idle.items() if ns}}
+
+
+def _with_idle(path: CriticalPath, column: Any) -> dict[Any, int]:
+    shares = path.shares(column)
+    return dict(zip(shares[column], shares["busy_ns"] + shares["gap_ns"], strict=True))
+
+
+def _summary(path: CriticalPath, inside: str, names: RankNames) -> str:
     """The largest parts of a path: `compute 71 %, all_reduce 20 %, idle 9 %; rank 3 most`."""
     length = max(path.length_ns, 1)
-    parts = {
-        kind: busy / length for kind, _, busy, *_ in path.shares("kind").iter_rows() if busy > 0
-    }
-    parts["idle"] = (path.gap_ns + path.lead_in_ns) / length
-    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
-    text = ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= 0.005)
+    largest = sorted(_parts(path, inside).items(), key=lambda part: -part[1])[:3]
+    shares = [(name, ns / length) for name, ns in largest]
+    text = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
     top = path.shares("rank").row(0, named=True)
-    return f"{text}; {top['share']:.0%} of it on rank {top['rank']}"
+    return f"{text}; {top['share']:.0%} of it on rank {names.text(top['rank'])}"
 
 
-def _print_shift(column: Any, before: CriticalPath, after: CriticalPath, limit: int) -> None:
-    """Time on the path by kind, rank or group, before and after, largest change first."""
+def _print_shift(
+    what: str,
+    heads: tuple[str, ...],
+    cells: Callable[[Any], tuple[Any, ...]],
+    old: dict[Any, int],
+    new: dict[Any, int],
+    *,
+    limit: int,
+) -> None:
+    """Time on the path by part, before and after, largest change first."""
     from prismcalib.durations import format_ns
 
-    def times(path: CriticalPath) -> dict[Any, int]:
-        shares = path.shares(column)
-        return dict(zip(shares[column], shares["busy_ns"] + shares["gap_ns"], strict=True))
-
-    old, new = times(before), times(after)
     if old == new:
         return
     print()
@@ -238,11 +268,11 @@ def _print_shift(column: Any, before: CriticalPath, after: CriticalPath, limit: 
         {*old, *new}, key=lambda value: (-abs(new.get(value, 0) - old.get(value, 0)), str(value))
     )
     table(
-        f"time on the critical path by {column}",
-        (column, "before", "after", "change"),
+        f"time on the critical path by {what}",
+        (*heads, "before", "after", "change"),
         [
             (
-                value,
+                *cells(value),
                 format_ns(old.get(value, 0)),
                 format_ns(new.get(value, 0)),
                 format_ns(new.get(value, 0) - old.get(value, 0)),

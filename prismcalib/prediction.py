@@ -11,6 +11,7 @@ import polars as pl
 
 from prismcalib.blocks import Layout, is_large
 from prismcalib.build import graph_from_trace
+from prismcalib.computing import covered_ns
 from prismcalib.estimates import EstimateRange, estimate_range
 from prismcalib.paths import CriticalPath, calibrated_trace, inner_idle, stored_path
 from prismcalib.resampling import StepSpread, resample_steps, why_not_resampled
@@ -152,7 +153,7 @@ def rank_times(nodes: pl.DataFrame, window_ns: int) -> pl.DataFrame:
     table = nodes.group_by("rank").agg(inner=pl.col("inner_idle_ns").sum()).sort("rank")
     for name, part in spans.items():
         table = table.join(
-            _covered(part).rename({"covered_ns": name}),
+            covered_ns(part).rename({"covered_ns": name}),
             on="rank",
             how="left",
             maintain_order="left",
@@ -165,18 +166,6 @@ def rank_times(nodes: pl.DataFrame, window_ns: int) -> pl.DataFrame:
         transfer_ns=pl.col("active") - pl.col("local"),
         wait_ns=pl.col("occupied") - pl.col("active"),
         gap_ns=window_ns - pl.col("occupied"),
-    )
-
-
-def _covered(spans: pl.DataFrame) -> pl.DataFrame:
-    """Per rank the time that at least one of its spans covers: rank, covered_ns."""
-    earlier = pl.col("end_ns").cum_max().shift().over("rank")
-    new = pl.col("end_ns") - pl.max_horizontal("begin_ns", earlier)
-    return (
-        spans.sort("rank", "begin_ns")
-        .with_columns(covered_ns=new.clip(lower_bound=0))
-        .group_by("rank", maintain_order=True)
-        .agg(pl.col("covered_ns").sum())
     )
 
 

@@ -9,6 +9,9 @@ Three timelines of the same graph:
 A part of the job (say, stage 3) is judged twice.  Its *slowdown*: the ideal timeline with only
 the part's own durations put back, divided by the ideal one.  What it *saves*: how much shorter
 the timeline without delays gets when only the part takes as long as its peers.
+
+What the step would take without a likely *cause* is another question: there only the difference
+that the cause names is taken out, and everything else stays uneven (see `causes`).
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ from prismcalib.causes import Cause, find_causes
 from prismcalib.errors import MergeInputError
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.peers import Peers, is_operation_level, kind_labels, peer_durations
-from prismcalib.places import Places, rank_places
+from prismcalib.places import Places
 from prismcalib.propagation import Engine, pick_engine, propagate, propagate_batch
+from prismcalib.stages import job_places
 from prismcalib.step_times import counted_steps, step_table, warmup_of
-from prismtrace.ranks import parse_ranks
+from prismcalib.wording import RankNames
 from prismtrace.schema import TraceHeader, TraceKind
 from prismtrace.trace import Trace, open_trace
 
@@ -162,7 +166,8 @@ def find_stragglers(
 
     Args:
         source: a calibrated trace, or a converted operation-level log.
-        by: what to judge; stages and replicas only where the process groups tell them.
+        by: what to judge; stages only where sends or process groups tell them, replicas where
+            the groups do.
         peers: `auto` compares by `type` in operation-level traces, else by `position`.
         limit: parts to simulate of each sort, those that differ most from their peers.
         engine: see `prismcalib.propagate`.
@@ -180,7 +185,7 @@ def find_stragglers(
     actual = graph.duration_ns
     ideal, without_peers = peer_durations(rows, header, actual, chosen)
     timeline = Timeline.of(graph, rows, header, engine)
-    places = rank_places(header)
+    places = job_places(header, rows)
     two = timeline.step_ns(np.stack([actual, ideal], axis=1))
     parts: dict[By, tuple[Part, ...]] = {}
     left_out: dict[By, int] = {}
@@ -202,9 +207,9 @@ def find_stragglers(
         peers=chosen,
         without_peers=without_peers,
         parts=parts,
-        causes=find_causes(rows, header, places, timeline.mean_step_ns, actual, base),
+        causes=find_causes(rows, header, places, timeline.mean_step_ns, actual, base, chosen),
         not_simulated=left_out,
-        source_ranks=_source_ranks(header),
+        source_ranks=RankNames.of(header).source,
     )
 
 
@@ -222,11 +227,6 @@ def _require_transfers(trace: Trace, graph: Graph, rows: pl.DataFrame) -> None:
         where=", ".join(str(path) for path in trace.paths) or None,
         hint="run `prismcalib merge` on it first and pass the result",
     )
-
-
-def _source_ranks(header: TraceHeader) -> tuple[int, ...] | None:
-    text = header.extra.get("source_ranks")
-    return None if text is None else parse_ranks(str(text))
 
 
 # --- timelines --------------------------------------------------------------------------------

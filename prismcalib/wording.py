@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from prismtrace.ranks import parse_ranks
 from prismtrace.schema import TraceHeader
 
-__all__ = ["idle_inside", "parts_of_spans"]
+__all__ = [
+    "PART_MEANINGS",
+    "RankNames",
+    "idle_inside",
+    "parts_of_spans",
+    "percent_text",
+    "share_text",
+]
+
+PART_MEANINGS = (
+    "slowdown: the ideal step with only this part's own durations put back, over the ideal step",
+    "saves: share of the step without launch delays that goes if only this part is like its peers",
+)
+"""What the two numbers of a part mean, wherever they are shown."""
 
 
 def idle_inside(header: TraceHeader) -> str:
@@ -16,3 +32,48 @@ def parts_of_spans(header: TraceHeader) -> str:
     """What spans are made of: a CPU job has no kernels."""
     on_cpu = any(label.startswith("cpu thread") for label in header.streams.values())
     return "operators" if on_cpu else "kernels"
+
+
+def percent_text(share: float) -> str:
+    """A share in a sentence: `71 %`, one digit more below 10 and where it is nearly all."""
+    whole = 0.095 <= share < 0.995 or share >= 1
+    return (f"{share:.0%}" if whole else f"{share:.1%}").replace("%", " %")
+
+
+def share_text(share: float) -> str:
+    """A share in a table, `6.25%`; what rounds to nothing has no sign."""
+    text = f"{share:.2%}"
+    return text.removeprefix("-") if float(text.rstrip("%")) == 0 else text
+
+
+@dataclass(frozen=True)
+class RankNames:
+    """What ranks are called: their number and, if they were numbered anew, that in the log.
+
+    Attributes:
+        source: by rank the number in the source; None: the same.
+    """
+
+    source: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, header: TraceHeader) -> RankNames:
+        """The names of a trace's ranks."""
+        text = header.extra.get("source_ranks")
+        return cls(None if text is None else parse_ranks(str(text)))
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Heads of the columns that name a rank in a table."""
+        return ("rank",) if self.source is None else ("rank", "in the log")
+
+    def cells(self, rank: int | None) -> tuple[int | None, ...]:
+        """Their cells."""
+        if self.source is None:
+            return (rank,)
+        return (rank, None if rank is None else self.source[rank])
+
+    def text(self, rank: int, *more: str) -> str:
+        """The rank in a sentence, with what else is to be said: `9 (18 in the log, stage 1)`."""
+        said = [*([] if self.source is None else [f"{self.source[rank]} in the log"]), *more]
+        return f"{rank} ({', '.join(said)})" if said else str(rank)

@@ -24,6 +24,8 @@ from prismcalib.report.markup import (
     render_columns,
     render_table,
 )
+from prismcalib.step_times import steps_text
+from prismcalib.wording import PART_MEANINGS, RankNames, share_text
 from prismtrace.ranks import format_ranks
 
 __all__ = [
@@ -41,7 +43,7 @@ _MOST_ROWS = 24
 
 def path_section(summary: RunSummary) -> str:
     """The critical path: what it is made of, where it runs, its longest segments."""
-    path = summary.path
+    path, names = summary.path, RankNames.of(summary.header)
     length = max(path.length_ns, 1)
     parts = [
         ("computation", "compute", path.compute_ns - path.inner_idle_ns),
@@ -72,16 +74,22 @@ def path_section(summary: RunSummary) -> str:
         shares.append(
             render_table(
                 f"by {column}{more}",
-                (column, "", "share", "busy", "idle"),
-                [_share_row(row, length) for row in table.head(8).iter_rows(named=True)],
+                (*(names.heads if column == "rank" else (column,)), "", "share", "busy", "idle"),
+                [
+                    (
+                        *(_rank_cells(names, row["rank"]) if column == "rank" else ()),
+                        *_share_row(row, length)[1 if column == "rank" else 0 :],
+                    )
+                    for row in table.head(8).iter_rows(named=True)
+                ],
             )
         )
     longest = render_table(
         "longest segments",
-        ("rank", "name", "kind", "group", "seq", "busy", "idle between kernels", "idle"),
+        (*names.heads, "name", "kind", "group", "seq", "busy", "idle between kernels", "idle"),
         [
             (
-                Number(row["rank"]),
+                *_rank_cells(names, row["rank"]),
                 Name((row["name"] or "–")[:120]),
                 row["kind"],
                 row["group"],
@@ -113,9 +121,18 @@ def _share_row(row: dict[str, Any], length: int) -> tuple[Cell, ...]:
     )
 
 
+def _fine_percent(share: float) -> Number:
+    """With the digits that `prismcalib stragglers` prints."""
+    return Number(share_text(share).replace("%", " %"))
+
+
+def _rank_cells(names: RankNames, rank: int | None) -> tuple[Cell, ...]:
+    return tuple("–" if cell is None else str(cell) for cell in names.cells(rank))
+
+
 def stragglers_section(summary: RunSummary) -> str:
     """What uneven ranks, stages and kinds cost, and likely causes."""
-    report = summary.stragglers
+    report, names = summary.stragglers, RankNames.of(summary.header)
     if report is None:
         reason = f'<p class="empty">{escape(summary.stragglers_absent)}</p>'
         return reason + _late_ranks(summary) + _slow_ranks(summary)
@@ -123,17 +140,19 @@ def stragglers_section(summary: RunSummary) -> str:
         f"Computed anew with every operation as long as on its peers, a step would take "
         f"{ns_text(float(report.ideal_ns.mean()))} instead of "
         f"{ns_text(float(report.without_delays_ns.mean()))} (without launch delays; "
-        f"{ns_text(float(report.base_ns.mean()))} as it was). Slowdown: the even step with only "
-        "this part's own durations put back. Saves: what goes when only this part is like its peers."
+        f"{ns_text(float(report.base_ns.mean()))} as it was; "
+        f"{steps_text(len(report.steps) + report.warmup, report.warmup, 'mean')}). "
+        + " ".join(f"{meaning.capitalize()}." for meaning in PART_MEANINGS)
     )
     causes = render_table(
         "likely causes",
-        ("cause", "where", "saves", "evidence", "what to do"),
+        ("cause", "where", "saves", "", "evidence", "what to do"),
         [
             (
                 cause.kind.replace("-", " "),
                 cause.where,
-                percent(cause.saves),
+                _fine_percent(cause.saves),
+                cause.without,
                 cause.evidence,
                 cause.advice,
             )
@@ -150,13 +169,13 @@ def stragglers_section(summary: RunSummary) -> str:
                 if len(parts) > 8
                 else ""
             ),
-            (by, "", "slowdown", "saves"),
+            (*(names.heads if by == "rank" else (by,)), "", "slowdown", "saves if like its peers"),
             [
                 (
-                    part.name,
+                    *(_rank_cells(names, int(part.name)) if by == "rank" else (part.name,)),
                     Bar((("plain", (part.slowdown - 1) / max(most, 1e-9)),)),
-                    percent(part.slowdown - 1, sign=True),
-                    percent(part.saves),
+                    Number(f"{part.slowdown:.4f}"),
+                    _fine_percent(part.saves),
                 )
                 for part in parts[:8]
             ],
@@ -168,15 +187,15 @@ def stragglers_section(summary: RunSummary) -> str:
 
 
 def _late_ranks(summary: RunSummary) -> str:
-    late = summary.late
+    late, names = summary.late, RankNames.of(summary.header)
     if late is None or not late.wait_ns:
         return ""
     return render_table(
         late.sentence,
-        ("rank", "", "of all waiting", "waiting caused", "arrived last"),
+        (*names.heads, "", "of all waiting", "waiting caused", "arrived last"),
         [
             (
-                str(rank),
+                *_rank_cells(names, rank),
                 Bar((("wait", share),)),
                 percent(share),
                 ns_text(caused),
@@ -189,14 +208,14 @@ def _late_ranks(summary: RunSummary) -> str:
 
 def _slow_ranks(summary: RunSummary) -> str:
     slow = summary.ranks.filter(pl.col("excess") > 0).sort("excess", descending=True).head(8)
-    most = max(slow["excess"].to_list(), default=0)
+    most, names = max(slow["excess"].to_list(), default=0), RankNames.of(summary.header)
     peers = "of their stage" if summary.pipeline is not None else ""
     return render_table(
         f"ranks that compute longest against the median of the other ranks {peers}".strip(),
-        ("rank", "", "longer by", "computes", "its peers", "of the critical path"),
+        (*names.heads, "", "longer by", "computes", "its peers", "of the critical path"),
         [
             (
-                str(row["rank"]),
+                *_rank_cells(names, row["rank"]),
                 Bar((("plain", row["excess"] / max(most, 1e-9)),)),
                 percent(row["excess"], sign=True),
                 ns_text(row["compute_ns"]),
@@ -328,7 +347,7 @@ def communication_section(summary: RunSummary) -> str:
             ],
         ),
     )
-    groups = summary.groups
+    groups, names = summary.groups, RankNames.of(summary.header)
     more = f", first 12 of {groups.height:,}" if groups.height > 12 else ""
     single = render_table(
         f"groups that wait most{more}",
@@ -351,7 +370,7 @@ def communication_section(summary: RunSummary) -> str:
                 ns_text(row["transfer_ns"]),
                 "–"
                 if row["last_rank"] is None
-                else f"rank {row['last_rank']} ({percent(row['last_share'])})",
+                else f"rank {names.text(row['last_rank'])}, {percent(row['last_share'])}",
             )
             for row in groups.head(12).iter_rows(named=True)
         ],

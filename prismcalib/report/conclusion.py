@@ -11,6 +11,7 @@ from prismcalib.paths import CriticalPath
 from prismcalib.places import group_family
 from prismcalib.report.scan import LOCAL
 from prismcalib.report.tables import Pipeline
+from prismcalib.wording import RankNames, percent_text
 from prismtrace.schema import TraceHeader
 
 __all__ = ["Conclusion", "conclude"]
@@ -53,33 +54,35 @@ def conclude(
     idle = (path.inner_idle_ns + path.gap_ns) / length
     if path.unmatched_ns / length >= _MUCH_UNKNOWN:
         headline = (
-            f"{_percent(path.unmatched_ns / length)} of the critical path is communication whose "
+            f"{percent_text(path.unmatched_ns / length)} of the critical path is communication whose "
             "partners were not recorded: record all ranks over the same steps to learn more."
         )
     elif path.lead_in_ns / length >= _LATE:
         headline = (
-            f"{_percent(path.lead_in_ns / length)} of the window lies before the critical path "
+            f"{percent_text(path.lead_in_ns / length)} of the window lies before the critical path "
             "starts: nothing recorded leads from one step to the next, so the path shows only "
-            "the last; the stragglers below judge all steps."
+            "the last; the section on stragglers judges all steps."
         )
     elif idle >= _MUCH_IDLE:
-        headline = _idle_sentence(path, idle, pipeline)
+        headline = _idle_sentence(path, idle, pipeline, RankNames.of(header))
     elif path.transfer_ns / length >= _MUCH_TRANSFER:
         headline = _transfer_sentence(path, header)
     else:
-        headline = _compute_sentence(path, ranks, pipeline)
+        headline = _compute_sentence(path, ranks, pipeline, RankNames.of(header))
     notes = _notes(ranks, pipeline, traffic, path.length_ns) + _reservations(path)
     return Conclusion(headline, tuple(notes))
 
 
-def _idle_sentence(path: CriticalPath, share: float, pipeline: Pipeline | None) -> str:
+def _idle_sentence(
+    path: CriticalPath, share: float, pipeline: Pipeline | None, names: RankNames
+) -> str:
     times = path.segments.group_by("rank").agg(
         time=pl.col("inner_idle_ns").sum() + pl.col("gap_ns").sum()
     )
-    where = _where(times, pipeline)
+    where = _where(times, pipeline, names)
     most = f", most of it{where}" if where.startswith(" on ") else where
     return (
-        f"{_percent(share)} of the critical path is idle time of the devices{most}: "
+        f"{percent_text(share)} of the critical path is idle time of the devices{most}: "
         "the host launches too slowly."
     )
 
@@ -96,22 +99,24 @@ def _transfer_sentence(path: CriticalPath, header: TraceHeader) -> str:
     group, kind, time = moved.row(0)
     of = f"{kind} of {group}" if group else kind
     return (
-        f"{_percent(path.transfer_ns / max(path.length_ns, 1))} of the critical path is "
-        f"communication, most of it {of} ({_percent(time / max(path.length_ns, 1))}): "
+        f"{percent_text(path.transfer_ns / max(path.length_ns, 1))} of the critical path is "
+        f"communication, most of it {of} ({percent_text(time / max(path.length_ns, 1))}): "
         "transfers that are faster, smaller or hidden behind computation shorten the step."
     )
 
 
-def _compute_sentence(path: CriticalPath, ranks: pl.DataFrame, pipeline: Pipeline | None) -> str:
-    share = _percent((path.compute_ns - path.inner_idle_ns) / max(path.length_ns, 1))
+def _compute_sentence(
+    path: CriticalPath, ranks: pl.DataFrame, pipeline: Pipeline | None, names: RankNames
+) -> str:
+    share = percent_text((path.compute_ns - path.inner_idle_ns) / max(path.length_ns, 1))
     top = ranks.sort("path_share", "rank", descending=[True, False]).row(0, named=True)
     ordinary = 1 / max(ranks.height, 1)
     slow = top["excess"] is not None and top["excess"] >= _SLOW
     if slow and top["path_share"] >= 1.5 * ordinary + 0.1:
         peers = "the other ranks of its stage" if pipeline else "the other ranks"
         return (
-            f"Rank {top['rank']} computes {_percent(top['excess'])} longer than {peers} and holds "
-            f"{_percent(top['path_share'])} of the critical path: the others wait for it."
+            f"Rank {names.text(top['rank'])} computes {percent_text(top['excess'])} longer than {peers} and holds "
+            f"{percent_text(top['path_share'])} of the critical path: the others wait for it."
         )
     if pipeline is not None and pipeline.stage_table.height > 1:
         stages = pipeline.stage_table
@@ -120,13 +125,13 @@ def _compute_sentence(path: CriticalPath, ranks: pl.DataFrame, pipeline: Pipelin
         excess = slow["compute_ns"] / max(typical, 1) - 1
         if excess >= _SLOW and slow["path_share"] >= 1.2 / stages.height:
             return (
-                f"Stage {slow['stage']} of the pipeline computes {_percent(excess)} longer than "
-                f"the median stage and holds {_percent(slow['path_share'])} of the critical path: "
+                f"Stage {slow['stage']} of the pipeline computes {percent_text(excess)} longer than "
+                f"the median stage and holds {percent_text(slow['path_share'])} of the critical path: "
                 "move layers or other work away from it."
             )
     times = path.segments.group_by("rank").agg(time=pl.col("busy_ns").sum())
     return (
-        f"{share} of the critical path is computation{_where(times, pipeline)}, and no rank "
+        f"{share} of the critical path is computation{_where(times, pipeline, names)}, and no rank "
         "stands out: only faster or less computation shortens the step."
     )
 
@@ -141,25 +146,25 @@ def _notes(
     }
     notes = [
         (
-            f"Of its time an average rank computes {_percent(part['compute'])}, transfers "
-            f"{_percent(part['transfer'])} without computing, waits for other ranks "
-            f"{_percent(part['wait'])} and is idle {_percent(part['inner_idle'] + part['gap'])}."
+            f"Of its time an average rank computes {percent_text(part['compute'])}, transfers "
+            f"{percent_text(part['transfer'])} without computing, waits for other ranks "
+            f"{percent_text(part['wait'])} and is idle {percent_text(part['inner_idle'] + part['gap'])}."
         )
     ]
     if pipeline is not None:
-        text = f"Pipeline bubbles (waiting or nothing to do) take {_percent(pipeline.bubble)}"
+        text = f"Pipeline bubbles (waiting or nothing to do) take {percent_text(pipeline.bubble)}"
         least = pipeline.least_bubble
         if least is not None:
             text += (
                 f"; {pipeline.stages} stages and {pipeline.microbatches} microbatches"
                 + (f" in {pipeline.chunks} chunks" if (pipeline.chunks or 1) > 1 else "")
-                + f" waste {_percent(least)} even when all is even"
+                + f" waste {percent_text(least)} even when all is even"
             )
         notes.append(text + ".")
     if traffic.height and traffic["wait_share"][0] >= 0.02:
         family, kind, share = traffic.select("family", "kind", "wait_share").row(0)
         notes.append(
-            f"Most waiting is in {kind} of {family}: {_percent(share)} of its ranks' time, also "
+            f"Most waiting is in {kind} of {family}: {percent_text(share)} of its ranks' time, also "
             "beside their own computation."
         )
     return notes
@@ -173,16 +178,16 @@ def _reservations(path: CriticalPath) -> list[str]:
     if share < 0.01:
         return []
     sources = ", ".join(sorted(supposed["transfer_source"].unique()))
-    return [f"{_percent(share)} of the critical path are transfers not measured: {sources}."]
+    return [f"{percent_text(share)} of the critical path are transfers not measured: {sources}."]
 
 
-def _where(times: pl.DataFrame, pipeline: Pipeline | None) -> str:
+def _where(times: pl.DataFrame, pipeline: Pipeline | None, names: RankNames) -> str:
     """` on ranks 0 and 6`: the fewest places that hold 80 % of a time; columns rank, time."""
     few = _fewest(times)
     if not few:
         return ""
     if len(few) <= 4:
-        return f" on {_listed('rank', few)}"
+        return f" on {_listed('rank', [names.text(rank) for rank in few])}"
     if pipeline is not None:
         by_stage = (
             times.with_columns(rank=pl.col("rank").replace_strict(pipeline.stage_of, default=None))
@@ -192,7 +197,7 @@ def _where(times: pl.DataFrame, pipeline: Pipeline | None) -> str:
         )
         stages = _fewest(by_stage)
         if stages and len(stages) <= max(1, pipeline.stages // 3):
-            return f" on {_listed('stage', stages)}"
+            return f" on {_listed('stage', list(map(str, stages)))}"
     return f", spread over {times.filter(pl.col('time') > 0).height} ranks"
 
 
@@ -203,13 +208,7 @@ def _fewest(times: pl.DataFrame) -> list[int]:
     return sorted(enough["rank"].to_list())
 
 
-def _listed(noun: str, numbers: Sequence[int]) -> str:
+def _listed(noun: str, numbers: Sequence[str]) -> str:
     if len(numbers) == 1:
         return f"{noun} {numbers[0]}"
-    return f"{noun}s {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
-
-
-def _percent(share: float) -> str:
-    """A share for people: `71 %`, one digit more below 10 and where it is nearly all."""
-    whole = 0.095 <= share < 0.995 or share >= 1
-    return (f"{share:.0%}" if whole else f"{share:.1%}").replace("%", " %")
+    return f"{noun}s {', '.join(numbers[:-1])} and {numbers[-1]}"

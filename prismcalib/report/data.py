@@ -18,7 +18,6 @@ from prismcalib.prediction import Prediction, path_basis, predict
 from prismcalib.report.conclusion import Conclusion, conclude
 from prismcalib.report.grids import Grid
 from prismcalib.report.scan import scan
-from prismcalib.report.stages import pipeline_stages
 from prismcalib.report.tables import (
     Memory,
     Pipeline,
@@ -28,6 +27,7 @@ from prismcalib.report.tables import (
     ranks_table,
     traffic_table,
 )
+from prismcalib.stages import pipeline_stages
 from prismcalib.step_times import step_table, typical_ns, warmup_of
 from prismcalib.trail import marked_path
 from prismtrace.schema import TraceHeader

@@ -30,6 +30,7 @@ from prismcalib.report.markup import (
     render_table,
 )
 from prismcalib.step_times import steps_text
+from prismcalib.wording import RankNames
 from prismtrace.ranks import format_ranks
 
 __all__ = ["render_sections", "timeline_tables"]
@@ -70,14 +71,14 @@ def timeline_tables(summary: RunSummary, lanes: Sequence[Lane]) -> str:
         )
         for i in range(_SLICES)
     ]
-    heads = ("time", "", *PART_WORDS.values())
+    heads, names = ("time", "", *PART_WORDS.values()), RankNames.of(summary.header)
     text = render_table("All ranks over time (means over all ranks)", heads, rows)
     detail = render_table(
         "Ranks shown span by span",
-        ("rank", "chosen because", "spans", "left out (shortest)", "their time"),
+        (*names.heads, "chosen because", "spans", "left out (shortest)", "their time"),
         [
             (
-                Number(lane.rank),
+                *map(str, names.cells(lane.rank)),
                 lane.why or "all ranks are shown",
                 Number(f"{lane.spans.height:,}"),
                 Number(f"{lane.dropped:,}"),

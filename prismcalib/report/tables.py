@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from prismcalib.computing import longer_than_others, others_median
 from prismcalib.extent import Extent
 from prismcalib.graph import Int64Array
 from prismcalib.paths import CriticalPath
@@ -19,7 +20,6 @@ __all__ = [
     "Pipeline",
     "groups_table",
     "memory_of",
-    "others_median",
     "pipeline_of",
     "ranks_table",
     "traffic_table",
@@ -102,27 +102,10 @@ def ranks_table(
             pl.when(sent > 0).then(pl.col("hidden_ns") / sent).alias("overlap"),
             pl.col("path_share").fill_null(0.0),
             "peers_ns",
-            (pl.col("compute_ns") / pl.col("peers_ns").clip(lower_bound=1) - 1).alias("excess"),
+            longer_than_others("compute_ns", "peers_ns").alias("excess"),
             "peak_bytes",
         )
     )
-
-
-def others_median(values: pl.Series, part: pl.Series) -> pl.Series:
-    """Of each value the median of the other values of its part; null where there is none."""
-    result = np.full(len(values), np.nan)
-    numbers, parts = values.to_numpy(), part.fill_null(-1).to_numpy()
-    for number in np.unique(parts):
-        rows = np.flatnonzero(parts == number)
-        if len(rows) == 1:
-            continue
-        rows = rows[np.argsort(numbers[rows], kind="stable")]
-        place, others = np.arange(len(rows)), len(rows) - 1
-        middle = [(others - 1) // 2, others // 2]
-        # Among the others, those behind one's own place have moved up by one.
-        taken = [numbers[rows[low + (place <= low)]] for low in middle]
-        result[rows] = np.mean(taken, axis=0)
-    return pl.Series(result).fill_nan(None).round().cast(pl.Int64)
 
 
 def pipeline_of(

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from prismcalib import synth
 from prismcalib.blocks import Layout
+from prismcalib.computing import others_median
 from prismcalib.errors import MergeInputError
 from prismcalib.extent import extent_of
 from prismcalib.merging import merge
@@ -30,8 +31,7 @@ from prismcalib.report.grids import LEVELS, GridShape, GridWriter, grid_shapes
 from prismcalib.report.lanes import choose_ranks, read_lanes
 from prismcalib.report.page import render_page
 from prismcalib.report.scan import PARTS, scan
-from prismcalib.report.stages import pipeline_stages
-from prismcalib.report.tables import others_median
+from prismcalib.stages import pipeline_stages
 from prismcalib.trail import marked_path
 from prismcalib.waiting import WaitRules
 from prismtrace.converters import convert

@@ -16,6 +16,8 @@ from prismcalib.causes import Cause
 from prismcalib.errors import MergeInputError
 from prismcalib.peers import kind_labels, peer_durations
 from prismcalib.places import group_family, rank_places
+from prismcalib.stages import job_places
+from prismcalib.wording import percent_text
 from prismtrace.converters import convert
 from prismtrace.converters.ops.convert import operations_trace
 from prismtrace.schema import ProcessGroup, TraceHeader
@@ -215,6 +217,44 @@ def test_a_slow_rank_of_a_layer_level_job(shape):
     assert report.part("rank", 5).saves == pytest.approx(saved, abs=0.03)
 
 
+def test_stragglers_and_report_say_by_how_much_a_rank_computes_longer_in_the_same_words():
+    # Jitter, so that averages of another sort would differ.
+    run = merge(synth.generate(synth.JobSpec(pp=2, tp=2, dp=2, stragglers={5: 1.3}, jitter=0.2)))
+    cause = find_stragglers(run.trace).causes[0]
+    summary = prismcalib.describe_run(run.trace)
+    excess = summary.ranks.filter(pl.col("rank") == 5)["excess"][0]
+    headline = summary.conclusion.headline
+    assert headline.startswith("Rank 5 computes ")
+    longer = headline.split(" longer")[0].removeprefix("Rank 5 computes ")
+    assert longer == percent_text(excess)
+    assert cause.evidence.startswith(
+        f"computes {longer} longer than the other 3 ranks of its stage"
+    )
+
+
+def test_stages_are_the_same_in_stragglers_and_report():
+    # No group is named like a pipeline: only who sends to whom tells.
+    run = synth.generate(synth.JobSpec(pp=2, tp=1, dp=2, steps=2, microbatches=4))
+    groups = tuple(
+        group.model_copy(update={"name": f"g{group.id}", "desc": ""}) for group in run.header.groups
+    )
+    header = run.header.model_copy(update={"groups": groups, "axes": {}})
+    trace = merge(Trace(header, run.nodes)).trace
+    assert rank_places(header).stages == 0
+    stages = prismcalib.describe_run(trace).pipeline.stage_of
+    assert job_places(header, trace.collect()).stage.tolist() == [stages[rank] for rank in range(4)]
+    assert {part.name for part in find_stragglers(trace).parts["stage"]} == {"0", "1"}
+
+
+def test_a_stage_among_its_peers_and_an_even_split_are_told_apart(public):
+    report = public[1]
+    cause = next(cause for cause in report.causes if cause.kind == "stage-imbalance")
+    worst = report.parts["stage"][0]
+    assert cause.where.startswith(f"stage {worst.name} ")
+    assert cause.saves < worst.saves
+    assert "in the table of stages the extra work is gone" in cause.without
+
+
 def test_launch_delays_are_told_from_slow_operations():
     quiet = synth.JobSpec(pp=1, tp=2, dp=2, jitter=0.001, step_jitter=0.0, comm_jitter=0.0)
     late = synth.generate(synth.JobSpec(**{**_fields(quiet), "launch_gap_ns": 40_000}))
@@ -356,14 +396,18 @@ def test_command(run_command, tmp_path):
     convert(tmp_path / "log.parquet", tmp_path / "t.parquet")
     done = run_command("prismcalib", "stragglers", "t.parquet", "--by", "rank", "--by", "kind")
     assert done.returncode == 0, done.stderr
-    assert "slow-rank, rank 3 (stage 0)" in done.stdout
+    assert "slow-rank, rank 3 (6 in the log, stage 0)" in done.stdout
     assert "by stage" not in done.stdout
+    assert "-0.00%" not in done.stdout
+    # Each of the two savings says what it means.
+    assert "saves: share of the step without launch delays" in done.stdout
+    assert "less if its computation takes as long as the median of the other 3 ranks" in done.stdout
     assert "in the log" in done.stdout
     told = run_command("prismcalib", "stragglers", "t.parquet", "--by", "stage", "--json")
     report = json.loads(told.stdout)
     assert list(report["parts"]) == ["stage"]
     assert report["source_ranks"] == list(range(0, 16, 2))
-    assert {"kind", "where", "saves", "evidence", "advice"} == set(report["causes"][0])
+    assert {"kind", "where", "saves", "without", "evidence", "advice"} == set(report["causes"][0])
     wrong = run_command("prismcalib", "stragglers", "log.parquet")
     assert wrong.returncode == 1
     assert "PrismTrace header" in wrong.stderr
@@ -371,4 +415,4 @@ def test_command(run_command, tmp_path):
 
 def test_exported():
     assert prismcalib.find_stragglers is find_stragglers
-    assert Cause("k", "w", 0.1, "e", "a").as_dict()["saves"] == 0.1
+    assert Cause("k", "w", 0.1, "if", "e", "a").as_dict()["saves"] == 0.1

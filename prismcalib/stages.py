@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import polars as pl
 
-from prismcalib.places import rank_places
-from prismtrace.schema import TraceHeader
+from prismcalib.places import Places, rank_places
+from prismtrace.schema import Kind, TraceHeader
 
-__all__ = ["pipeline_stages"]
+__all__ = ["job_places", "pipeline_stages"]
+
+
+def job_places(header: TraceHeader, rows: pl.DataFrame) -> Places:
+    """Stages and replicas of all ranks; stages as a report shows them, else as groups tell.
+
+    Args:
+        header: of the trace.
+        rows: of all ranks: kind, group, rank, peer.
+    """
+    sends = rows.filter(pl.col("kind").cast(pl.String) == Kind.SEND.value)
+    stages = pipeline_stages(header, sends.select("group", "rank", "peer").unique())
+    places = rank_places(header)
+    if stages is None:
+        return places
+    stage = np.full(header.world_size, -1, np.int64)
+    stage[list(stages)] = list(stages.values())
+    return replace(places, stage=stage)
 
 
 def pipeline_stages(header: TraceHeader, pairs: pl.DataFrame) -> dict[int, int] | None:
