@@ -13,6 +13,7 @@ from prismtrace import console
 
 if TYPE_CHECKING:
     from prismreplay.collect.collecting import CollectReport
+    from prismreplay.tensors.choices import TensorChoices
 
 __all__ = ["collect"]
 
@@ -51,6 +52,36 @@ def collect(
         Path | None,
         typer.Option(help="Folder for tensors that ranks hand over. Default: memory."),
     ] = None,
+    tensors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULES|FOLDER|builtin:NAME",
+            help="What communications give instead of what partners would send: rules, or a "
+            "recording. Repeatable; the first that answers counts.",
+        ),
+    ] = None,
+    record_tensors: Annotated[
+        str,
+        typer.Option(help="Record the inputs of communications: none, sandbox-facing or all."),
+    ] = "none",
+    sandbox: Annotated[
+        str, typer.Option(metavar="RANKS", help="Ranks that sandbox-facing means, as in 0-3.")
+    ] = "",
+    mock_router: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="Shares of tokens that experts get."),
+    ] = None,
+    fold: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXIS",
+            help="Run one replica along this axis (dp), and the last one to compare; it stands "
+            "for all.",
+        ),
+    ] = None,
+    check_replicas: Annotated[
+        bool, typer.Option(help="With --fold: run the last replica too, and compare.")
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Run a program on all ranks of a big job, a few at a time, and write its graph.
@@ -63,6 +94,15 @@ def collect(
     from prismreplay.collect.programs import program_of
 
     _check_options(world_size, local_world_size, shm_dir)
+    choices = _tensor_choices(
+        world_size,
+        sandbox,
+        tensors=tensors or (),
+        record=record_tensors,
+        mock_router=mock_router,
+        fold=fold,
+        check_replicas=check_replicas,
+    )
     call = program_of(program)
     call.check()
     console.warn_of_suffix(output)
@@ -81,6 +121,7 @@ def collect(
         shown=_shown(show_rank, world_size),
         quiet_stdout=json,
         shm_dir=shm_dir,
+        tensors=choices,
     )
     bar = _LateBar(world_size)
     try:
@@ -131,19 +172,30 @@ def _check_options(world_size: int, local_world_size: int | None, shm_dir: Path 
 
 
 def _shown(text: str, world_size: int) -> tuple[int, ...]:
-    from prismtrace.ranks import parse_ranks
-
     if text == "all":
         return tuple(range(world_size))
-    if text in ("none", ""):
-        return ()
+    return () if text in ("none", "") else _ranks("--show-rank", text, world_size)
+
+
+def _ranks(option: str, text: str, world_size: int) -> tuple[int, ...]:
+    from prismtrace.ranks import parse_ranks
+
     try:
         ranks = parse_ranks(text)
     except ValueError as error:
-        raise typer.BadParameter(f"--show-rank {text}: {error}") from error
+        raise typer.BadParameter(f"{option} {text}: {error}") from error
     if any(rank >= world_size for rank in ranks):
-        raise typer.BadParameter(f"--show-rank {text}: there are {world_size} ranks, from 0")
+        raise typer.BadParameter(f"{option} {text}: there are {world_size} ranks, from 0")
     return ranks
+
+
+def _tensor_choices(world_size: int, sandbox: str, **options: Any) -> TensorChoices:
+    from prismreplay.tensors.choices import read_choices
+
+    try:
+        return read_choices(sandbox=_ranks("--sandbox", sandbox, world_size), **options)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _print(report: CollectReport) -> None:
@@ -170,6 +222,29 @@ def _print(report: CollectReport) -> None:
     ]
     if report.supplied:
         rows.insert(5, ("supplied", f"{report.supplied:,} communications without partners"))
+    if report.folded_ranks:
+        checked = len(report.checked_ranks)
+        rows.insert(
+            1,
+            (
+                "folded",
+                f"{report.folded_ranks} ranks are replicas of {report.world_size - report.folded_ranks}"
+                + (f"; {checked} of them ran and did the same" if checked else "; not compared"),
+            ),
+        )
+    if report.uneven_all_to_all:
+        rows.insert(
+            2, ("warning", f"{report.uneven_all_to_all:,} all_to_all of replicas differ in size")
+        )
+    if report.recording is not None:
+        recording = report.recording
+        rows.append(
+            (
+                "tensors",
+                f"{recording.tensors:,} of {recording.nbytes / 1e6:,.1f} MB, "
+                + f"{recording.stored_bytes / 1e6:,.1f} MB on disk in {recording.folder}",
+            )
+        )
     if report.unreceived:
         rows.append(("warning", f"{report.unreceived:,} messages were never received"))
     if report.cleaned.folders or report.cleaned.processes:

@@ -63,8 +63,9 @@ def assemble(
     Args:
         spools: a folder of them, a pattern, a file or a list of files.
         output: the trace.
-        header: what is known about the job beyond the spools; its ranks, groups, streams,
-            clock and steps are made here. By default a recorded trace.
+        header: what is known about the job beyond the spools; its ranks, streams, clock and
+            steps are made here, groups that ranks joined are added to its own. By default a
+            recorded trace.
         axis_of: the parallel axis that a group serves, from its name and description; sizes
             of axes that are equal on all groups go into the header.
         progress: called with 1 after each rank.
@@ -214,7 +215,7 @@ class _Job:
                 ranks=(),
                 created_by=f"prismtrace.recorder {__version__}",
             )
-        groups = self._group_table()
+        groups = self._group_table(known.groups)
         labels = {label for streams in self._streams.values() for label in streams.values()}
         steps = {step for found in self._steps.values() for step, _ in found}
         last = self._last_step()
@@ -233,10 +234,15 @@ class _Job:
         }
         return TraceHeader.model_validate({**dict(known), **made})
 
-    def _group_table(self) -> tuple[ProcessGroup, ...]:
+    def _group_table(self, known: tuple[ProcessGroup, ...]) -> tuple[ProcessGroup, ...]:
+        """The groups that ranks joined, and those known besides."""
         from prismtrace.schema import ProcessGroup
 
-        keys = sorted({key for groups in self._groups.values() for key in groups.values()})
+        joined = {key for groups in self._groups.values() for key in groups.values()}
+        for group in known:
+            if group.desc not in _NO_DESCRIPTION:
+                self._descs.setdefault((group.ranks, group.name), group.desc)
+        keys = sorted(joined | {(group.ranks, group.name) for group in known})
         return tuple(
             ProcessGroup(id=number, name=name, desc=self._descs.get((ranks, name), ""), ranks=ranks)
             for number, (ranks, name) in enumerate(keys)

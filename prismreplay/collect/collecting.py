@@ -12,10 +12,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from prismreplay.collect import stale
 from prismreplay.collect.coordinator import Coordinator
@@ -26,26 +26,21 @@ from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.pool import Job, Observed, RankProcess, preload, start_rank
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.collect.scheduling import count_switches, in_turn
+from prismreplay.collect.scouting import scout
 from prismreplay.collect.serving import Service
-from prismreplay.collect.supplying import Supplier
 from prismreplay.errors import ReplayError
-from prismreplay.runtime.operations import Op
+from prismreplay.tensors.choices import Recording, TensorChoices
+from prismreplay.tensors.folding import Folding, fold
+from prismreplay.tensors.recording import RecordingSummary
 from prismtrace.errors import PrismError
 from prismtrace.output import output_error, writable_target
 from prismtrace.recorder import SpanWriter, assemble
-from prismtrace.schema import TraceHeader, TraceKind
+from prismtrace.schema import ProcessGroup, TraceHeader, TraceKind
 
-__all__ = ["CollectOptions", "CollectReport", "Watcher", "collect"]
+__all__ = ["CollectOptions", "CollectReport", "collect"]
 
 _RESERVED_FILES = 64
 _FILES_PER_RANK = 4
-
-
-class Watcher(Protocol):
-    """Is shown every operation with its inputs, in the order in which they arrive."""
-
-    def see(self, rank: int, op: Op, inputs: Any) -> None:
-        """`inputs` is a `prismreplay.collect.handover.Parcel`."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +56,7 @@ class CollectOptions:
         shown: ranks whose output is passed on.
         quiet_stdout: pass output on to stderr only.
         shm_dir: folder for the tensors that ranks hand over; None: memory.
-        make_supplier: what answers communications without partners; called once ranks run.
-        make_watcher: what is shown all communications; called once ranks run.
+        tensors: what comes and goes with communications.
     """
 
     world_size: int
@@ -73,8 +67,7 @@ class CollectOptions:
     shown: Collection[int] = (0,)
     quiet_stdout: bool = False
     shm_dir: Path | None = None
-    make_supplier: Callable[[], Supplier | None] | None = None
-    make_watcher: Callable[[], Watcher | None] | None = None
+    tensors: TensorChoices = field(default_factory=TensorChoices)
 
     @property
     def slots(self) -> int:
@@ -93,7 +86,8 @@ class CollectReport:
     `peak_memory_bytes` counts what all ranks took together, shared pages in parts;
     `rank_memory_bytes` is the largest resident size of one rank, shared pages included.
     `supplied` communications were answered without partners; `unreceived` messages were sent to
-    ranks that never received them. Times in seconds; `start_s` is part of `wall_s`.
+    ranks that never received them. `folded_ranks` are represented by others in the graph, of which
+    `checked_ranks` ran to be compared, and `uneven_all_to_all` of theirs differed in size. Times in seconds; `start_s` is part of `wall_s`.
     """
 
     output: Path
@@ -115,6 +109,10 @@ class CollectReport:
     peak_memory_bytes: int
     rank_memory_bytes: int
     log_dir: Path
+    recording: RecordingSummary | None = None
+    folded_ranks: int = 0
+    checked_ranks: tuple[int, ...] = ()
+    uneven_all_to_all: int = 0
     policies: dict[str, int] = field(default_factory=dict)
     cleaned: stale.Cleaned = field(default_factory=stale.Cleaned)
 
@@ -158,7 +156,7 @@ def collect(
             local_world_size=options.local_world_size or options.world_size,
             run=folder.name,
             place=Place(options.shm_dir),
-            observe=functools.partial(_observe, folder, options.world_size),
+            observe=functools.partial(_observe, folder, options),
         )
         with os_limit_of_files(options.world_size) as limits:
             run = _Run(job.limited(limits), options, logs, folder)
@@ -186,6 +184,8 @@ def collect(
         peak_memory_bytes=run.service.memory.peak_bytes,
         rank_memory_bytes=run.service.largest_rank_bytes,
         log_dir=log_dir,
+        recording=run.recorded,
+        **run.folded(),
         policies=dict(made.policies),
         cleaned=cleaned,
     )
@@ -198,6 +198,9 @@ class _Run:
         self.started = 0.0
         self.coordinator: Coordinator
         self.service: Service
+        self.recorded: RecordingSummary | None = None
+        self._folding: Folding | None = None
+        self._recording: Recording | None = None
         self._job = job
         self._options = options
         self._logs = logs
@@ -206,10 +209,11 @@ class _Run:
     def perform(self, target: Path, progress: Callable[[int, str], None] | None) -> None:
         """Run all ranks to their end; on failure, write what steps they have finished."""
         preload()
+        self._fold()
         ranks: list[RankProcess] = []
         pipes: list[int] = []
         try:
-            for rank in range(self._options.world_size):
+            for rank in self._ranks:
                 streams, reads = self._logs.open(rank)
                 pipes += reads
                 ranks.append(start_rank(self._job, rank, streams, self._descriptors(ranks)))
@@ -218,7 +222,7 @@ class _Run:
             self.coordinator = self._coordinator()
             self.service = Service(self.coordinator, ranks, self._logs, self._ticker(progress))
             self.service.watch_output(pipes)
-            self._run_ranks(target, complete=len(ranks) == self._options.world_size)
+            self._run_ranks(target, complete=len(ranks) == len(self._ranks))
 
     def _run_ranks(self, target: Path, *, complete: bool) -> None:
         import torch
@@ -228,11 +232,13 @@ class _Run:
         self.started = time.monotonic()
         try:
             if complete:
-                self._use_suppliers()
+                self._use_tensors(target)
                 self.service.run()
+                self._finish_tensors()
         except BaseException:
             with _uninterrupted():
                 self.service.stop()
+                self._save_recording()
             self._save_finished_steps(target)
             raise
         with _uninterrupted():
@@ -240,18 +246,64 @@ class _Run:
 
     def _coordinator(self) -> Coordinator:
         return Coordinator(
-            range(self._options.world_size), self._options.slots, Executor(self._job.place)
+            self._ranks,
+            self._options.slots,
+            Executor(self._job.place),
+            stands_for=None if self._folding is None else self._folding.absent,
         )
 
-    def _use_suppliers(self) -> None:
+    # --- tensors ----------------------------------------------------------------------
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        """Ranks that have processes."""
+        return range(self._options.world_size) if self._folding is None else self._folding.running
+
+    def _fold(self) -> None:
+        """If replicas stand for each other: find out which."""
+        choices = self._options.tensors
+        if choices.fold is not None:
+            groups = scout(self._job, self._folder)
+            world = self._options.world_size
+            self._folding = fold(groups, choices.fold, world, check=choices.check_replicas)
+
+    def folded(self) -> dict[str, Any]:
+        """What the report says of it."""
+        folding = self._folding
+        if folding is None:
+            return {}
+        return {
+            "folded_ranks": len(folding.symmetry),
+            "checked_ranks": tuple(sorted(folding.checked)),
+            "uneven_all_to_all": folding.varying["all_to_all"],
+        }
+
+    def _use_tensors(self, target: Path) -> None:
         """Made only now: they may import what starts threads."""
-        options = self._options
-        supplier = options.make_supplier() if options.make_supplier else None
-        watcher = options.make_watcher() if options.make_watcher else None
+        choices, world = self._options.tensors, self._options.world_size
+        supplier = choices.make_supplier(world, self._folding)
         if supplier is not None:
             self.coordinator.use(Executor(self._job.place, supplier))
-        if watcher is not None:
-            self.coordinator.watch(watcher.see)
+        about = {"program": self._job.program.path, "fold_order": FOLD_ORDER}
+        self._recording = choices.make_recording(target, world, about)
+        if self._recording is not None:
+            self.coordinator.watch(self._recording.see)
+
+    def _finish_tensors(self) -> None:
+        if self._folding is not None:
+            self._folding.finish()
+        if self._recording is not None:
+            recording, self._recording = self._recording, None
+            self.recorded = recording.close(complete=True)
+
+    def _save_recording(self) -> None:
+        """After a failure: keep what was recorded."""
+        if self._recording is None:
+            return
+        with contextlib.suppress(PrismError, OSError):
+            kept = self._recording.close(complete=False)
+            if kept is not None:
+                print(f"the tensors recorded so far are in {kept.folder}", file=sys.stderr)
 
     def _ticker(self, progress: Callable[[int, str], None] | None) -> Callable[[int], None] | None:
         if progress is None:
@@ -274,12 +326,28 @@ class _Run:
         """Write the graph of all ranks."""
         from prismreplay.runtime.axes import axis_of
 
-        return assemble(self._folder, target, header=self._header(), axis_of=axis_of)
+        spools: Any = self._folder
+        if self._folding is not None:
+            spools = [
+                path
+                for rank in self._folding.representatives
+                if (path := _spool(self._folder, rank)).exists()
+            ]
+        return assemble(spools, target, header=self._header(), axis_of=axis_of)
 
     def _header(self) -> TraceHeader:
         from prismtrace import __version__
 
+        folding = self._folding
+        folded: dict[str, Any] = {}
+        if folding is not None:
+            folded["symmetry"] = dict(folding.symmetry)
+            folded["groups"] = tuple(
+                ProcessGroup(id=number, name=group.name, desc=group.desc, ranks=group.ranks)
+                for number, group in enumerate(folding.groups)
+            )
         return TraceHeader(
+            **folded,
             kind=TraceKind.BARE,
             world_size=self._options.world_size,
             ranks=(),
@@ -295,7 +363,7 @@ class _Run:
             made = self.assemble(partial)
         except (PrismError, OSError):
             return
-        if not made.steps or made.missing_ranks:
+        if not made.steps or set(made.missing_ranks) - set(self._header().symmetry or ()):
             partial.unlink(missing_ok=True)
             return
         print(
@@ -303,11 +371,16 @@ class _Run:
         )
 
 
-def _observe(folder: Path, world_size: int, rank: int) -> Observed:
+def _spool(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.spool"
+
+
+def _observe(folder: Path, options: CollectOptions, rank: int) -> Observed:
     """In a rank: what turns its communications into its graph."""
     from prismreplay.runtime.annotations import make_recorder
 
-    writer = SpanWriter(folder / f"rank{rank}.spool", rank=rank, world_size=world_size)
+    options.tensors.prepare_rank()
+    writer = SpanWriter(_spool(folder, rank), rank=rank, world_size=options.world_size)
     recorder = make_recorder(writer)
     return Observed(recorder, finish=recorder.finish, flush=writer.flush)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -96,6 +96,7 @@ class Coordinator:
         slots: how many may compute at a time.
         performer: makes results.
         policy: decides who is next.
+        stands_for: ranks that do not run, and those whose inputs are theirs too.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Coordinator:
         performer: Performer,
         *,
         policy: Policy = thrifty,
+        stands_for: Mapping[int, int] | None = None,
     ) -> None:
         self.outbox: deque[Sent] = deque()
         self.counts = Counts()
@@ -114,7 +116,8 @@ class Coordinator:
         """Ranks that have ended, with their exit codes."""
         self._performer = performer
         self._watch: Callable[[int, Op, Any], None] | None = None
-        self._matcher = Matcher()
+        self._stands_for = dict(stands_for or {})
+        self._matcher = Matcher(self._stands_for)
         self._store = KeyValueStore()
         self._set_by: dict[str, int] = {}
         self._keys_set = itertools.count(1 << 40)
@@ -158,7 +161,8 @@ class Coordinator:
         if own is not None:
             self.counts.supplied += 1
             request = self._matcher.alone(rank, ticket, op, inputs)
-            self._ranks[rank].requests[ticket] = request
+            if op.call is not Call.SEND:
+                self._ranks[rank].requests[ticket] = request
             self.program.issued(rank, request.instance.number, (rank,))
             self._finish(request, own)
             return
@@ -307,9 +311,12 @@ class Coordinator:
             self._finish(receive, (send.inputs, [(0, nbytes)]))
             return
         self.counts.collectives += 1
-        ordered = [members[rank] for rank in last.op.group.ranks]
-        for request, result in zip(ordered, self._performer.perform(ordered), strict=True):
-            self._finish(request, result)
+        ranks = last.op.group.ranks
+        ordered = [members[self._stands_for.get(rank, rank)] for rank in ranks]
+        results = self._performer.perform(ordered)
+        for rank, request, result in zip(ranks, ordered, results, strict=True):
+            if request.rank == rank:
+                self._finish(request, result)
 
     def _finish(self, request: Request, result: tuple[Any, Sequence[Any]]) -> None:
         request.done = True

@@ -7,23 +7,58 @@ what it communicates before leaves its tensors as they are.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prismreplay.collect.pool import Observed
+from prismreplay.collect.coordinator import Coordinator
+from prismreplay.collect.executor import Executor
+from prismreplay.collect.logs import RankLogs
+from prismreplay.collect.pool import Job, Observed, start_rank
+from prismreplay.collect.serving import Service
+from prismreplay.errors import DeadlockError
 from prismreplay.runtime.operations import Call, Group, Op
 from prismreplay.tensors.folding import KnownGroup
 
-__all__ = ["LeaveAsIs", "groups_in", "observe_groups"]
+__all__ = ["scout"]
 
 _MOST_OPERATIONS = 256
 
 
-class LeaveAsIs:
+def scout(job: Job, folder: Path) -> tuple[KnownGroup, ...]:
+    """The groups that the program makes, in that order.
+
+    Call it in a process without other threads: the scout is forked from it.
+
+    Args:
+        job: as all ranks run it.
+        folder: of the run; the scout's output goes there.
+
+    Raises:
+        RankFailedError: the program fails on rank 0.
+    """
+    found, logs = folder / "groups.jsonl", RankLogs(folder / "scout", 1, ())
+    logs.prepare()
+    observing = replace(job, observe=functools.partial(_observe, found))
+    streams, _ = logs.open(0)
+    coordinator = Coordinator([0], 1, Executor(job.place, _LeaveAsIs()))
+    service = Service(coordinator, [start_rank(observing, 0, streams, [])], logs)
+    try:
+        # It waits for another rank: so it knows all groups that it can know alone.
+        with contextlib.suppress(DeadlockError):
+            service.run()
+    finally:
+        service.stop()
+    return _read(found)
+
+
+class _LeaveAsIs:
     """A supplier that gives nothing; see `prismreplay.collect.supplying.Supplier`."""
 
     def supply(self, rank: int, op: Op, inputs: Sequence[Any]) -> list[None]:  # noqa: ARG002
@@ -31,7 +66,7 @@ class LeaveAsIs:
         return [None] * len(op.outputs)
 
 
-def groups_in(path: Path) -> tuple[KnownGroup, ...]:
+def _read(path: Path) -> tuple[KnownGroup, ...]:
     """What the scout wrote to `path`: the groups in the order in which they were made."""
     if not path.exists():
         return ()
@@ -39,7 +74,7 @@ def groups_in(path: Path) -> tuple[KnownGroup, ...]:
     return tuple(KnownGroup(name, desc, tuple(ranks)) for name, desc, ranks in found)
 
 
-def observe_groups(path: Path, _rank: int) -> Observed:
+def _observe(path: Path, _rank: int) -> Observed:
     """In the scout: write all groups that are made to `path`, and end when there is enough."""
     from torch.distributed import distributed_c10d
 
@@ -50,8 +85,6 @@ def observe_groups(path: Path, _rank: int) -> Observed:
 
 def _noted(make: Callable[..., Any], path: Path) -> Callable[..., Any]:
     """Torch's function that makes a group, with a note of its name and members."""
-    import inspect
-
     signature = inspect.signature(make)
 
     @functools.wraps(make)

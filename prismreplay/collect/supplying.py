@@ -6,7 +6,7 @@ partners. Recordings, rules and folded replicas are suppliers (`prismreplay.tens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from prismreplay.errors import TensorRulesError
@@ -61,8 +61,10 @@ class AllOrNone:
     members have issued.
     """
 
-    def __init__(self, supplier: Supplier) -> None:
+    def __init__(self, supplier: Supplier, absent: Collection[int] = ()) -> None:
+        """Watch over a supplier; ranks in `absent` do not run."""
         self.supplier = supplier
+        self._absent = frozenset(absent)
         # Operation -> first rank that issued it, whether it got an answer, members to come.
         self._open: dict[tuple[object, ...], tuple[int, bool, int]] = {}
 
@@ -81,9 +83,9 @@ class AllOrNone:
         p2p = op.call in (Call.SEND, Call.RECV)
         ends = (rank, op.peer) if op.call is Call.SEND else (op.peer, rank)
         key = (op.group.key, op.seq, *(ends if p2p else ()))
-        first, first_supplied, left = self._open.pop(
-            key, (rank, supplied, 2 if p2p else op.group.size)
-        )
+        first, first_supplied, left = self._open.pop(key, (rank, supplied, 0))
+        if not left:
+            left = 2 if p2p else len(set(op.group.ranks) - self._absent)
         if first_supplied != supplied:
             lone, other = (rank, first) if supplied else (first, rank)
             raise TensorRulesError(

@@ -11,8 +11,8 @@ from prismreplay.collect.handover import Parcel, ParcelWriter, Place, torch_dtyp
 from prismreplay.collect.matching import Instance, Request
 from prismreplay.errors import TensorRecordingError
 from prismreplay.runtime.operations import Call, Op
+from prismreplay.tensors.choices import RecordTensors
 from prismreplay.tensors.recorded import RecordedTensor, RecordedTensors
-from prismreplay.tensors.recording import RecordTensors
 
 __all__ = ["RecordingSupplier"]
 

@@ -262,7 +262,17 @@ def _representatives(groups: Sequence[KnownGroup], world_size: int) -> list[int]
 
 def _require_same_layout(folding: Folding, others: Iterable[KnownGroup]) -> None:
     """Groups inside a replica have their like inside the others."""
-    symmetry = folding.symmetry
+    symmetry, absent = folding.symmetry, folding.absent
+    others = list(others)
+    for group in others:
+        lone = [rank for rank in group.ranks if rank in absent and absent[rank] not in group.ranks]
+        if lone and len(lone) < len(group.ranks):
+            raise FoldError(
+                f"rank {lone[0]} is in a group with ranks that run, and rank {absent[lone[0]]}, "
+                "which would stand for it, is not",
+                where=group.text(),
+                hint=f"the replicas along {folding.axis} are laid out differently: {_HINT}",
+            )
     inside = {
         frozenset(symmetry.get(rank, rank) for rank in group.ranks): group for group in others
     }

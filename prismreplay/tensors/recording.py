@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ import polars as pl
 
 from prismreplay.collect.handover import bytes_of
 from prismreplay.runtime.operations import Call, Op, TensorSpec
+from prismreplay.tensors.choices import RecordTensors
 from prismreplay.tensors.shards import ShardWriter
 from prismtrace.errors import OutputError
 from prismtrace.output import atomic_output, output_error, temporary_prefix
@@ -37,7 +37,6 @@ __all__ = [
     "FORMAT",
     "INDEX_SCHEMA",
     "MANIFEST",
-    "RecordTensors",
     "RecordingSummary",
     "TensorRecorder",
     "digest_of",
@@ -69,14 +68,6 @@ _INDEX: dict[str, pl.DataType] = {
 INDEX_SCHEMA = pl.Schema(_INDEX)
 """Columns of the index. `src` and `dst` are null for collectives, `shard` for empty tensors;
 `splits` are those of an uneven all_to_all."""
-
-
-class RecordTensors(StrEnum):
-    """Which operations' inputs are recorded."""
-
-    NONE = "none"
-    SANDBOX_FACING = "sandbox-facing"
-    ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -221,6 +212,14 @@ class TensorRecorder:
         return RecordingSummary(
             folder=self.folder, shards=self._parts, complete=complete, **self._counts
         )
+
+    def close_interrupted(self) -> RecordingSummary | None:
+        """After a failure: keep what is there beside the name it would have had, if anything."""
+        if not self._counts["tensors"]:
+            self.discard()
+            return None
+        self.folder = self.folder.with_suffix(".partial.tensors")
+        return self.close(complete=False)
 
     def discard(self) -> None:
         """Give the recording up and leave nothing behind."""

@@ -10,8 +10,9 @@ from prismreplay.collect.executor import Executor
 from prismreplay.collect.handover import ParcelWriter, Place, torch_dtype
 from prismreplay.errors import TensorRecordingError
 from prismreplay.tensors.by_recording import RecordingSupplier
+from prismreplay.tensors.choices import RecordTensors
 from prismreplay.tensors.recorded import RecordedTensors
-from prismreplay.tensors.recording import RecordTensors, TensorRecorder
+from prismreplay.tensors.recording import TensorRecorder
 from tests.prismreplay.tensors.operations import op, spec
 
 WORLD = (0, 1, 2, 3)

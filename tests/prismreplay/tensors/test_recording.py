@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from prismreplay.errors import TensorRecordingError
+from prismreplay.tensors.choices import RecordTensors
 from prismreplay.tensors.recorded import RecordedTensors
-from prismreplay.tensors.recording import RecordTensors, TensorRecorder
+from prismreplay.tensors.recording import TensorRecorder
 from prismreplay.tensors.shards import HEADER_BYTES, ShardWriter
 from prismtrace.errors import OutputError
 from tests.prismreplay.tensors.operations import op, spec
