@@ -29,6 +29,7 @@ from prismcalib.rows import ABSENT, in_order, list_lengths, whole_rank_rows
 from prismcalib.steady import chain_steps
 from prismtrace.output import atomic_output
 from prismtrace.ranks import format_ranks
+from prismtrace.reading import reading
 from prismtrace.schema import TraceHeader, TransferSource
 from prismtrace.trace import (
     BESIDE_KEY,
@@ -73,7 +74,8 @@ class Piece:
         nodes = self.nodes if self.rename else whole_rank_rows(self.nodes, ranks)
         if columns is not None:
             nodes = nodes.select(columns)
-        table = nodes.collect()
+        with reading([] if self.path is None else [self.path]):
+            table = nodes.collect()
         return self.rename(table) if self.rename else table
 
 
@@ -305,9 +307,11 @@ class Calibrated:
                 where=str(target),
                 hint="leave out --columns-only, or fold them instead of unfolding",
             )
+        with reading([piece.path]):
+            rows = piece.nodes.select(pl.len()).collect().item()
         return {
             "path": os.path.relpath(piece.path.absolute(), target.parent),
-            "rows": piece.nodes.select(pl.len()).collect().item(),
+            "rows": rows,
             "ranks": format_ranks(ranks),
         }
 
@@ -332,7 +336,10 @@ def write_beside(
         OutputError: the file cannot be written.
     """
     target = Path(path).absolute()
-    tables = [(file, scan_nodes(file).select("rank", "index").collect()) for file in trace.paths]
+    with reading(trace.paths):
+        tables = [
+            (file, scan_nodes(file).select("rank", "index").collect()) for file in trace.paths
+        ]
     if not tables or not all(_ordered(table) for _, table in tables):
         raise MergeInputError(
             "columns can be written only beside files whose rows are in order of rank and index",

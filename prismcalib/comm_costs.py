@@ -5,7 +5,10 @@ then comes from is decided row by row, best source first:
 
     measured    all members took part, or whoever made the slice measured it: kept as it is
     table       the team's own times of such operations (`prismcalib.comm_table`)
-    ring        a pruned ring that moved the bytes of the whole group: kept
+    ring        a pruned ring that moved the bytes of the whole group: kept where the table has
+                no entry for the operation.  It would outrank the table if its link were of the
+                class that limits the whole group, and algorithm, protocol and channels were those
+                that the whole group would choose; a trace states neither, so it never does
     model       latency and bandwidth, fitted to the table and to what the slices measured
     reduced     the time of the members that took part: kept for want of others
     none        kept as observed
@@ -80,6 +83,7 @@ class CostReport:
         left: members that kept what the slice saw, by source.
         fits: the model.
         doubts: how far the estimates may be off.
+        kept: members whose estimate stems from the earlier result that others were merged onto.
     """
 
     ranks_per_host: int
@@ -91,6 +95,7 @@ class CostReport:
     left: dict[str, int]
     fits: tuple[LinkFit, ...]
     doubts: tuple[Doubt, ...]
+    kept: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,6 +282,54 @@ class CommCosts:
             high=max(before.high, estimate.high),
             members=before.members + count,
         )
+
+
+def with_kept_doubts(
+    report: CostReport | None, base: TraceHeader, assembly: Assembly
+) -> CostReport | None:
+    """The report with what an earlier result says about estimates that were kept from it.
+
+    Raises:
+        MergeInputError: the earlier result was estimated for other hosts.
+    """
+    earlier = base.extra.get("merge", {}).get("comm_costs")
+    if not earlier or not earlier.get("doubts"):
+        return report
+    per_host = int(earlier["ranks_per_host"])
+    if report is not None and report.ranks_per_host != per_host:
+        raise MergeInputError(
+            f"the earlier result has {per_host} ranks per host, the new slices are to have "
+            f"{report.ranks_per_host}",
+            hint=f"give --ranks-per-host {per_host}, or merge all slices anew",
+        )
+    new = report or CostReport(
+        ranks_per_host=per_host,
+        table=(),
+        from_table=0,
+        from_model=0,
+        extrapolated=0,
+        other_dtype=0,
+        left={},
+        fits=(),
+        doubts=(),
+    )
+    estimated = sum(int(np.count_nonzero(assembly.source == code)) for code in (_TABLE, _MODEL))
+    doubts = {_doubt_key(doubt): doubt for doubt in new.doubts}
+    for entry in earlier["doubts"]:
+        old = Doubt(**entry)
+        known = doubts.get(_doubt_key(old), old)
+        doubts[_doubt_key(old)] = replace(
+            known, low=min(known.low, old.low), high=max(known.high, old.high)
+        )
+    return replace(
+        new,
+        kept=estimated - new.from_table - new.from_model,
+        doubts=tuple(doubts[key] for key in sorted(doubts)),
+    )
+
+
+def _doubt_key(doubt: Doubt) -> tuple[str, str, int, int]:
+    return doubt.source, doubt.kind, doubt.ranks, doubt.hosts
 
 
 def group_spread(header: TraceHeader, ranks_per_host: int) -> tuple[Int64Array, Int64Array]:

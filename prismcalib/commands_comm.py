@@ -152,6 +152,7 @@ def print_costs(report: CostReport) -> None:
         ("extrapolated", report.extrapolated, "of these, beyond what was measured"),
         ("other data type", report.other_dtype, "of these, measured with another data type"),
     ]
+    lines.append(("kept", report.kept, "estimates of the earlier result, with their doubts"))
     lines += [
         (name, count, "kept as the slices saw them: their error is unknown")
         for name, count in report.left.items()

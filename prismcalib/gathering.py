@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from prismcalib.assembly import Assembly, Values
 from prismcalib.build import node_text
 from prismcalib.calibrated import Calibrated, Piece
-from prismcalib.campaign import Campaign, Missing, Slice
-from prismcalib.comm_costs import CommCosts, CostReport
+from prismcalib.campaign import Campaign, Slice
+from prismcalib.comm_costs import CommCosts, CostReport, with_kept_doubts
 from prismcalib.comm_table import CommTable
 from prismcalib.errors import MergeInputError
 from prismcalib.graph import Graph
@@ -25,47 +25,19 @@ from prismcalib.instances import Channels, Members, members_of
 from prismcalib.measuring import SOURCES, Clocks, Execution, ExecutionReport, measure
 from prismcalib.propagation import Timing
 from prismcalib.rows import ABSENT, Rows, ranks_text, read_rows, runs
-from prismcalib.samples import Reduce, combine, part_of, pool_steps
+from prismcalib.samples import combine, part_of, pool_steps
+from prismcalib.slice_options import SliceOptions
 from prismcalib.steady import step_views
 from prismcalib.structure import renamed, require_same_structure
 from prismcalib.waiting import waiting_rows
+from prismtrace.reading import reading
 from prismtrace.schema import INDEX_BITS, TraceHeader, TransferSource
-from prismtrace.trace import PathLike, Trace, scan_nodes
+from prismtrace.trace import Trace, scan_nodes
 
-__all__ = ["Gathering", "SliceOptions"]
+__all__ = ["Gathering"]
 
 _RANKS_AT_ONCE = 64
 _NONE = SOURCES.index(TransferSource.NONE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SliceOptions:
-    """How slices are merged; the flags of `prismcalib merge` that concern slices.
-
-    Attributes:
-        bare: the job without times; slices are checked against it.
-        base: an earlier result, whose other ranks are kept.
-        reduce: how several samples of one row become one.
-        pool_steps: samples of the same operation in several steps are reduced too.
-        warmup: first steps that count neither in pools nor in the step time.
-        missing: what to do about ranks that no slice measured.
-        unfold: give ranks that symmetry maps to others rows of their own.
-        jobs: files read at once; 0: one per core.
-        ranks_per_host: how many consecutive ranks share a host; transfers that no slice measured
-            then come from `comm_table`, or from a model of the links.  None: they stay as seen.
-        comm_table: measured times of communications, see `prismcalib comm-table`.
-    """
-
-    bare: Trace | PathLike | None = None
-    base: Trace | PathLike | None = None
-    reduce: Reduce = "median"
-    pool_steps: bool = False
-    warmup: int = 1
-    missing: Missing = "fail"
-    unfold: bool = False
-    jobs: int = 0
-    ranks_per_host: int | None = None
-    comm_table: CommTable | PathLike | None = None
 
 
 class Gathering:
@@ -100,9 +72,13 @@ class Gathering:
             if self.campaign.bare is not None and len(part.headers[0].steps) != 1:
                 counts |= self._bare_counts(part)
         if self.campaign.base is not None and self.campaign.kept:
-            counts |= _rank_counts(self.campaign.base.nodes, self.campaign.kept, "base")
+            counts |= _rank_counts(
+                self.campaign.base.nodes, self.campaign.kept, _place(self.campaign.base)
+            )
         if self.campaign.bare is not None and self.campaign.untimed:
-            counts |= _rank_counts(self.campaign.bare.nodes, self.campaign.untimed, "bare graph")
+            counts |= _rank_counts(
+                self.campaign.bare.nodes, self.campaign.untimed, _place(self.campaign.bare)
+            )
         return counts | {twin: counts[like] for twin, like in self.twins.items()}
 
     def _bare_counts(self, part: Slice) -> dict[int, int]:
@@ -110,7 +86,8 @@ class Gathering:
         bare = self.campaign.bare
         if bare is None or not set(part.real_ranks) <= set(bare.header.ranks):
             return {}
-        lone = bare.nodes.select(pl.col("step").max().fill_null(0) == 0).collect().item()
+        with reading(bare.paths):
+            lone = bare.nodes.select(pl.col("step").max().fill_null(0) == 0).collect().item()
         return _rank_counts(bare.nodes, part.real_ranks, _place(bare)) if lone else {}
 
     # Reading ----------------------------------------------------------------------------
@@ -219,7 +196,8 @@ class Gathering:
         if base is None or not self.campaign.kept:
             return
         header, where = base.header, _place(base)
-        origin = base.nodes.select(pl.col("start_ns").min()).collect().item()
+        with reading(base.paths):
+            origin = base.nodes.select(pl.col("start_ns").min()).collect().item()
         for ranks in _some_at_once(self.campaign.kept):
             rows = read_rows(base.nodes, header, where, ranks=ranks)
             members = members_of(rows, header)
@@ -265,9 +243,16 @@ class Gathering:
         return values
 
     def finish_costs(self) -> None:
-        """Times from the model, which rests on all slices, for transfers that need them."""
+        """Times from the model, which rests on all slices, for transfers that need them.
+
+        What an earlier result says about how far its estimates may be off stays said.
+        """
         if self.costs is not None:
             self.cost_report = self.costs.finish(self.assembly)
+        if self.campaign.base is not None and self.campaign.kept:
+            self.cost_report = with_kept_doubts(
+                self.cost_report, self.campaign.base.header, self.assembly
+            )
 
     def _bare_rows(self, ranks: Sequence[int]) -> Rows | None:
         """What the bare graph, or the base, says about some ranks."""
@@ -344,7 +329,8 @@ def _cores() -> int:
 
 
 def _rank_counts(nodes: pl.LazyFrame, ranks: Sequence[int], where: str) -> dict[int, int]:
-    column = nodes.select("rank").collect()["rank"].to_numpy()
+    with reading([Path(where)]):
+        column = nodes.select("rank").collect()["rank"].to_numpy()
     counts: Counter[int] = Counter()
     for first, last in runs(column):
         counts[int(column[first])] += last - first

@@ -190,7 +190,9 @@ def merge(
 
     Args:
         source: a recorded trace, or a calibrated one made from it, whose observed times are
-            used again; or the files of a slicing campaign.
+            used again; or the files of a slicing campaign. Slices are read from their files
+            while the result is written, several at once: write those that are in memory with
+            `prismtrace.write` first. (`SliceOptions` takes a bare graph or base in memory.)
         engine: see `prismcalib.propagate`.
         clock: `align` estimates offsets from the ends of matched operations, `keep` trusts
             the clocks as they are.
@@ -292,6 +294,11 @@ def _slice_files(
     parts = (TraceKind.SLICE, TraceKind.BARE)
     if isinstance(source, Trace):
         return source.paths if source.paths and source.header.kind in parts else None
+    if not isinstance(source, str | os.PathLike) and any(isinstance(one, Trace) for one in source):
+        raise MergeInputError(
+            "a list of traces in memory cannot be merged",
+            hint="slices are read from files: write each with `prismtrace.write`, pass the paths",
+        )
     files = trace_files(source)
     return files if read_header(files[0]).kind in parts else None
 

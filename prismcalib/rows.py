@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from prismcalib.errors import MergeInputError
 from prismcalib.graph import Int32Array, Int64Array
 from prismtrace.beside import chosen_rows
 from prismtrace.ranks import format_ranks
+from prismtrace.reading import reading
 from prismtrace.schema import P2P_KINDS, Kind, TraceHeader
 from prismtrace.trace import node_schema
 
@@ -181,7 +183,9 @@ def read_rows(
     ranks: Sequence[int] | None = None,
 ) -> Rows:
     """Read whole ranks of one file; see `rows_of`."""
-    return rows_of(whole_rank_rows(nodes, ranks).select(COLUMNS).collect(), header, where)
+    with reading([Path(where)]):
+        table = whole_rank_rows(nodes, ranks).select(COLUMNS).collect()
+    return rows_of(table, header, where)
 
 
 def rows_of(table: pl.DataFrame, header: TraceHeader, where: str, *, partial: bool = False) -> Rows:

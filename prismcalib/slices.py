@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from prismcalib.calibrated import Calibrated
 from prismcalib.campaign import open_campaign
-from prismcalib.gathering import Gathering, SliceOptions
+from prismcalib.gathering import Gathering
 from prismcalib.graph import Graph
 from prismcalib.measuring import Clocks
 from prismcalib.propagation import Engine, Timing, critical_steps, propagate, slack
+from prismcalib.slice_options import SliceOptions
 from prismcalib.slices_report import SlicesReport, header_of, report_of
 from prismcalib.waiting import WaitRules, apply_wait_rules
 from prismtrace.trace import PathLike

@@ -172,6 +172,8 @@ def header_of(job: Gathering, report: SlicesReport) -> TraceHeader:
         for header in part.headers:
             policies.update(header.policies)
             sources.update(header.sources)
+    if job.campaign.base is not None and job.campaign.kept:
+        sources.update(job.campaign.base.header.sources)
     policies.update(
         {
             "merge.overlap-clamped": report.overlap_clamps,

@@ -246,6 +246,34 @@ def test_predictions_state_the_interval_that_follows(doubted):
     assert found.as_dict()["estimates"]["low_ns"] == found.estimates.low_ns
 
 
+def test_what_a_base_doubts_stays_doubted(doubted, partial, tmp_path):
+    again = merge(partial[:1], slices=SliceOptions(base=doubted))
+    again.write(tmp_path / "again.parquet")
+    before, after = (predict(path, draws=0) for path in (doubted, tmp_path / "again.parquet"))
+    # What the new slice saw of groups that it ran in part is `reduced`: nobody knows its error.
+    assert after.estimates.unknown.keys() <= {"reduced"}
+    assert after.estimates.low_ns < after.step_ns < after.estimates.high_ns
+    costs = again.report.comm_costs
+    assert costs.ranks_per_host == PER_HOST
+    assert costs.kept == counts(again)["table"] > 0
+    assert costs.from_table == costs.from_model == 0
+    assert {doubt.source for doubt in costs.doubts} == {"table"}
+    assert before.estimates.unknown == {}
+
+
+def test_a_base_and_new_slices_agree_about_hosts(doubted, partial, true_table):
+    other = SliceOptions(base=doubted, ranks_per_host=2 * PER_HOST, comm_table=true_table)
+    with pytest.raises(MergeInputError, match=f"{PER_HOST} ranks per host") as refused:
+        merge(partial[:1], slices=other)
+    assert refused.value.hint == f"give --ranks-per-host {PER_HOST}, or merge all slices anew"
+    same = SliceOptions(base=doubted, ranks_per_host=PER_HOST, comm_table=true_table)
+    costs = merge(partial[:1], slices=same).report.comm_costs
+    # The new table is certain of its times, the kept ones are still 10 % off at most.
+    assert min(doubt.low for doubt in costs.doubts) == pytest.approx(0.9, abs=0.01)
+    assert costs.kept > 0
+    assert costs.from_table > 0
+
+
 def test_predictions_from_measured_times_alone_have_no_such_interval(run, tmp_path):
     merge(run).write(tmp_path / "whole.parquet")
     assert predict(tmp_path / "whole.parquet", draws=0).estimates is None

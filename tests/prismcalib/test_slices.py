@@ -588,3 +588,56 @@ def test_clocks_eleven_seconds_apart_are_refused(run, tmp_path):
     assert "slice-0000" in caught.value.where
     with pytest.raises(ClockError, match=r"ended .* before another started"):
         merge(paths, max_residual_ns=10**12)
+
+
+# Damaged between two reads ---------------------------------------------------------------
+
+
+def _damage(path):
+    content = bytearray(path.read_bytes())
+    for at in range(8, len(content) * 6 // 10):
+        content[at] ^= 0x5A
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda result, path: result.write(path),
+        lambda result, path: result.write(path, columns_only=True),
+        lambda result, _: result.nodes,
+    ],
+)
+def test_a_slice_damaged_after_merging_is_told_in_our_words(run, tmp_path, use):
+    paths = synth.cut_into_slices(run, tmp_path / "slices", 1)
+    result = merge(paths)
+    _damage(paths[0])
+    with pytest.raises(InputFileError, match="damaged") as told:
+        use(result, tmp_path / "out.parquet")
+    assert paths[0].name in told.value.where
+
+
+def test_a_base_damaged_after_it_was_opened_is_told_in_our_words(run, tmp_path):
+    paths = synth.cut_into_slices(run, tmp_path / "slices", 1)
+    merge(paths).write(tmp_path / "base.parquet")
+    base = open_trace(tmp_path / "base.parquet")
+    _damage(tmp_path / "base.parquet")
+    with pytest.raises(InputFileError, match="damaged") as told:
+        merge(paths[:1], slices=SliceOptions(base=base))
+    assert "base.parquet" in told.value.where
+
+
+def test_slices_in_memory_are_refused_with_a_way_out(run, tmp_path):
+    paths = synth.cut_into_slices(run, tmp_path / "slices", 1)
+    with pytest.raises(MergeInputError, match="in memory") as refused:
+        merge([open_trace(path) for path in paths])
+    assert "prismtrace.write" in refused.value.hint
+
+
+def test_a_result_names_the_sources_of_its_base(run, tmp_path):
+    paths = synth.cut_into_slices(run, tmp_path / "slices", 1)
+    for number, path in enumerate(paths):
+        change(path, sources=(f"rank{number}.json",))
+    merge(paths).write(tmp_path / "base.parquet")
+    again = merge(paths[:1], slices=SliceOptions(base=tmp_path / "base.parquet"))
+    assert again.header.sources == tuple(f"rank{number}.json" for number in range(len(paths)))
