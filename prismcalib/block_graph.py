@@ -13,17 +13,19 @@ import numpy as np
 import polars as pl
 
 from prismcalib.assembly import Assembly, Values
-from prismcalib.blocks import Block, Layout
-from prismcalib.build import node_text, require_own_columns, require_rows_of_ranks
+from prismcalib.blocks import Block, Layout, is_large
+from prismcalib.build import graph_from_trace, node_text, require_own_columns, require_rows_of_ranks
 from prismcalib.errors import MergeInputError
 from prismcalib.graph import Graph, Int64Array
 from prismcalib.instances import Channels, members_of
 from prismcalib.memory import require_memory
 from prismcalib.rows import ABSENT, COLUMNS, Rows, rows_of
 from prismcalib.step_times import laid_out
+from prismcalib.steps import StepModel
 from prismcalib.waiting import SEND_BYTES, WaitRules, apply_wait_rules, waiting_rows
+from prismtrace.trace import Trace
 
-__all__ = ["GRAPH_BYTES", "graph_from_blocks", "step_columns", "table_of"]
+__all__ = ["GRAPH_BYTES", "graph_from_blocks", "step_model", "table_of"]
 
 GRAPH_BYTES = 75
 """Memory a row: the arrays of a graph, and what is in use while they are made."""
@@ -109,10 +111,17 @@ def _with_rules(graph: Graph, layout: Layout, rules: WaitRules, lasting: list[In
     return replace(loosened, duration_ns=duration)
 
 
-def step_columns(layout: Layout) -> pl.DataFrame:
-    """What `StepModel.of` reads of all rows."""
-    times = ["start_ns", "dur_ns"] if laid_out(layout.trace.header) else []
-    return table_of(layout, ["step", *times])
+def step_model(trace: Trace, rules: WaitRules | None = None, *, also: int = 0) -> StepModel:
+    """The graph of a calibrated trace of any size, and its steps.
+
+    Arguments and errors as of `graph_from_blocks`; `also` counts for large traces only.
+    """
+    if not is_large(trace):
+        return StepModel.of(*graph_from_trace(trace, rules=rules), trace.header)
+    layout = Layout.of(trace)
+    graph = graph_from_blocks(layout, rules, also=also)
+    times = ["start_ns", "dur_ns"] if laid_out(trace.header) else []
+    return StepModel.of(graph, table_of(layout, ["step", *times]), trace.header)
 
 
 def table_of(layout: Layout, columns: list[str]) -> pl.DataFrame:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from prismcalib.block_graph import graph_from_blocks, step_columns
+from prismcalib.block_graph import step_model
 from prismcalib.blocks import Layout
 from prismcalib.estimates import EstimateRange, duration_factors, path_shares, scaled
 from prismcalib.extent import extent_of
 from prismcalib.paths import CriticalPath, inner_idle
 from prismcalib.prediction import Prediction, path_basis, rank_times
 from prismcalib.propagation import propagate_batch
-from prismcalib.step_times import step_table, warmup_of
-from prismcalib.steps import StepModel
+from prismcalib.step_times import step_table_of, warmup_of
 from prismcalib.trail import marked_path
 from prismtrace.schema import TransferSource
 
-__all__ = ["block_steps", "predict_by_blocks"]
+__all__ = ["predict_by_blocks"]
 
 _RANK_COLUMNS = ("rank", "kind", "start_ns", "wait_ns")
 _FACTOR_COLUMNS = ("id", "rank", "peer", "group", "kind", "transfer_source")
@@ -39,25 +38,13 @@ def predict_by_blocks(layout: Layout, draws: int) -> Prediction:
     why = f"{layout.total} operations are too many to resample"
     return Prediction(
         window_ns=path.length_ns,
-        steps=block_steps(layout, extent.begin_ns, extent.end_ns),
+        steps=step_table_of(layout, extent.begin_ns, extent.end_ns),
         ranks=pl.concat(ranks),
         basis=path_basis(path),
         why_no_spread=why if draws else "no draws were asked for",
         estimates=_estimates(layout, path),
         warmup=warmup_of(header),
     )
-
-
-def block_steps(layout: Layout, begin_ns: int, end_ns: int) -> pl.DataFrame:
-    """step, duration_ns; `begin_ns` and `end_ns` are those of the whole trace."""
-    start, end = pl.col("start_ns").min(), pl.col("end_ns").max()
-    ends = (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns")
-    bounds = pl.concat(
-        block.nodes.drop_nulls("step").group_by("step").agg(start, end)
-        for block in layout.blocks(["step", "start_ns", ends])
-    )
-    whole = bounds.group_by("step").agg(start, end).sort("step")
-    return step_table(whole, layout.trace.header, begin_ns, end_ns)
 
 
 def _estimates(layout: Layout, path: CriticalPath) -> EstimateRange | None:
@@ -69,7 +56,8 @@ def _estimates(layout: Layout, path: CriticalPath) -> EstimateRange | None:
     )
     if not estimated:
         return None
-    graph = graph_from_blocks(layout, also=_RANGE_BYTES)
+    model = step_model(layout.trace, also=_RANGE_BYTES)
+    graph = model.graph
     durations = np.empty((graph.rows, 2), np.int64)
     unknown = []
     of_path = path.segments["id"].implode()
@@ -79,7 +67,6 @@ def _estimates(layout: Layout, path: CriticalPath) -> EstimateRange | None:
             durations[block.part, column] = scaled(graph.duration_ns[block.part], factor)
         ids = block.nodes["id"].filter(open_ended)
         unknown.append(ids.filter(ids.is_in(of_path)))
-    model = StepModel.of(graph, step_columns(layout), layout.trace.header)
     shortest, longest = model.typical_each(
         propagate_batch(model.graph, durations, steps=model.number)
     )

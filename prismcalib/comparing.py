@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from prismcalib.build import graph_from_trace
+from prismcalib.block_graph import step_model
 from prismcalib.errors import ComparisonError
+from prismcalib.extent import extent_of
 from prismcalib.graph import Graph, Int32Array, Int64Array
-from prismcalib.operations import CLASS_COLUMNS, operations
+from prismcalib.operations import CLASS_COLUMNS, OperationTable
 from prismcalib.paths import calibrated_trace
-from prismcalib.prediction import predict
 from prismcalib.propagation import propagate, propagate_batch
+from prismcalib.step_times import step_table_of, typical_ns, warmup_of
 from prismcalib.steps import StepModel
 from prismtrace.trace import Trace
 
@@ -34,6 +35,8 @@ Source = Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _CLEAR = 3.0
 # Durations of one propagated batch.
 _MOST_CELLS = 2**26
+# Of a large graph, beside it: order, levels, and durations and ends of one propagation.
+_RUN_BYTES = 60
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +105,9 @@ def compare(
             hint=f"use some of {', '.join(CLASS_COLUMNS)}, rank",
         )
     traces = [calibrated_trace(a), calibrated_trace(b)]
-    tables = [operations(trace) for trace in traces]
-    classes = _classes(tables, list(by))
+    tables = [OperationTable(trace) for trace in traces]
+    sums = [_sums(table, {tuple(by), ("rank",)}) for table in tables]
+    classes = _classes(sums, list(by))
     if not classes["ratio"].is_not_null().any():
         raise ComparisonError(
             "no class of operations occurs in both runs",
@@ -111,13 +115,13 @@ def compare(
             hint="compare by fewer properties, for instance --by kind",
         )
     model = _Model.of(traces[0])
-    gaps = [float(table["gap_ns"].sum()) / _rank_steps(table) for table in tables]
+    gaps = [side.gap_ns / side.rank_steps for side in sums]
     ranks = None
-    if set(tables[0]["rank"]) == set(tables[1]["rank"]):
-        ranks = _with_effects(_classes(tables, ["rank"]), tables[0], model, ["rank"], effects)
+    if np.array_equal(tables[0].layout.ranks, tables[1].layout.ranks):
+        ranks = _with_effects(_classes(sums, ["rank"]), tables[0], model, ["rank"], effects)
     return Comparison(
-        step_a_ns=predict(traces[0], draws=0).step_ns,
-        step_b_ns=predict(traces[1], draws=0).step_ns,
+        step_a_ns=_step_ns(tables[0]),
+        step_b_ns=_step_ns(tables[1]),
         own_effect_ns=model.effect_of_classes(_scaled(classes, tables[0], model, list(by))[0]),
         gap_effect_ns=model.effect_of_gaps(gaps[1] / gaps[0] if gaps[0] else 1.0),
         classes=_with_effects(classes, tables[0], model, list(by), effects),
@@ -125,14 +129,64 @@ def compare(
     )
 
 
-def _rank_steps(table: pl.DataFrame) -> int:
-    """In how many steps of ranks the operations took place."""
-    return max(table.select("rank", "step_number").n_unique(), 1)
+def _step_ns(table: OperationTable) -> int:
+    """The step time of a run."""
+    extent = extent_of(table.layout.trace, table.layout)
+    steps = step_table_of(table.layout, extent.begin_ns, extent.end_ns)
+    return typical_ns(steps["duration_ns"].to_numpy(), warmup_of(table.header))
 
 
-def _classes(tables: list[pl.DataFrame], by: list[str]) -> pl.DataFrame:
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """What one pass over a run counts.
+
+    Attributes:
+        ranks, steps: how many there are.
+        rank_steps: in how many steps of ranks the operations took place, at least 1.
+        gap_ns: idle time before all operations.
+        per_step: by the properties of a class: these, step_number, count, time, wait.
+    """
+
+    ranks: int
+    steps: int
+    rank_steps: int
+    gap_ns: float
+    per_step: dict[tuple[str, ...], pl.DataFrame]
+
+
+def _sums(table: OperationTable, keys: set[tuple[str, ...]]) -> _Sums:
+    parts: dict[tuple[str, ...], list[pl.DataFrame]] = {by: [] for by in keys}
+    steps, rank_steps, gap_ns = [], 0, 0
+    for some in table:
+        turns = some.select("rank", "step_number").unique()
+        steps.append(turns.select("step_number").unique())
+        rank_steps += turns.height
+        gap_ns += int(some["gap_ns"].sum())
+        for by, found in parts.items():
+            found.append(
+                some.group_by(*by, "step_number", maintain_order=True).agg(
+                    count=pl.len().cast(pl.Int64),
+                    time=pl.col("own_ns").sum(),
+                    wait=pl.col("wait_ns").sum(),
+                )
+            )
+    return _Sums(
+        ranks=max(len(table.layout.ranks), 1),
+        steps=max(pl.concat(steps).n_unique(), 1),
+        rank_steps=max(rank_steps, 1),
+        gap_ns=float(gap_ns),
+        per_step={
+            by: pl.concat(found)
+            .group_by(*by, "step_number", maintain_order=True)
+            .agg(pl.col("count", "time", "wait").sum())
+            for by, found in parts.items()
+        },
+    )
+
+
+def _classes(sums: list[_Sums], by: list[str]) -> pl.DataFrame:
     """All classes of both runs, largest change of time first; `Comparison` tells the columns."""
-    sides = [_one_side(table, by, side) for table, side in zip(tables, "ab", strict=True)]
+    sides = [_one_side(run, by, side) for run, side in zip(sums, "ab", strict=True)]
     both = sides[0].join(
         sides[1], on=by, how="full", coalesce=True, nulls_equal=True, maintain_order="left_right"
     )
@@ -159,15 +213,10 @@ def _classes(tables: list[pl.DataFrame], by: list[str]) -> pl.DataFrame:
     )
 
 
-def _one_side(table: pl.DataFrame, by: list[str], side: str) -> pl.DataFrame:
+def _one_side(run: _Sums, by: list[str], side: str) -> pl.DataFrame:
     """Count, time and wait of every class of a run, per step and rank; spread over the steps."""
-    ranks = 1 if "rank" in by else max(table["rank"].n_unique(), 1)
-    steps = max(table["step_number"].n_unique(), 1)
-    per_step = table.group_by(*by, "step_number", maintain_order=True).agg(
-        count=pl.len() / ranks,
-        time=pl.col("own_ns").sum() / ranks,
-        wait=pl.col("wait_ns").sum() / ranks,
-    )
+    ranks, steps = 1 if "rank" in by else run.ranks, run.steps
+    per_step = run.per_step[tuple(by)].with_columns(pl.col("count", "time", "wait") / ranks)
     # Steps in which the class does not occur count as well.
     sums = pl.col("time").sum()
     squares = (pl.col("time") ** 2).sum()
@@ -181,23 +230,27 @@ def _one_side(table: pl.DataFrame, by: list[str], side: str) -> pl.DataFrame:
 
 
 def _scaled(
-    classes: pl.DataFrame, table: pl.DataFrame, model: _Model, by: list[str]
-) -> tuple[Int64Array, Int64Array]:
+    classes: pl.DataFrame, table: OperationTable, model: _Model, by: list[str]
+) -> tuple[Int64Array, Int32Array]:
     """Durations of the first run at the level of the second, and the number of every row's class."""
-    own = table.select(by).join(
-        classes.select(*by, "ratio", number=pl.int_range(pl.len())),
-        on=by,
-        how="left",
-        nulls_equal=True,
-        maintain_order="left",
-    )
-    ratio = own["ratio"].fill_null(1.0).to_numpy()
-    scaled: Int64Array = np.rint(model.graph.duration_ns * ratio).astype(np.int64)
-    return scaled, own["number"].to_numpy()
+    levels = classes.select(*by, "ratio", number=pl.int_range(pl.len(), dtype=pl.Int32))
+    scaled = np.empty(model.graph.rows, np.int64)
+    number = np.empty(model.graph.rows, np.int32)
+    first = 0
+    for some in table:
+        own = some.select(by).join(
+            levels, on=by, how="left", nulls_equal=True, maintain_order="left"
+        )
+        part = slice(first, first + own.height)
+        ratio = own["ratio"].fill_null(1.0).to_numpy()
+        scaled[part] = np.rint(model.graph.duration_ns[part] * ratio)
+        number[part] = own["number"].to_numpy()
+        first += own.height
+    return scaled, number
 
 
 def _with_effects(
-    classes: pl.DataFrame, table: pl.DataFrame, model: _Model, by: list[str], effects: int
+    classes: pl.DataFrame, table: OperationTable, model: _Model, by: list[str], effects: int
 ) -> pl.DataFrame:
     """The classes with their effect on the step, largest first."""
     scaled, number = _scaled(classes, table, model, by)
@@ -224,7 +277,7 @@ class _Model:
 
     @classmethod
     def of(cls, trace: Trace) -> _Model:
-        steps = StepModel.of(*graph_from_trace(trace), trace.header)
+        steps = step_model(trace, also=_RUN_BYTES)
         model = cls(steps.graph, steps, propagate(steps.graph).order, 0.0)
         return replace(model, baseline=model.step_times([steps.graph.duration_ns])[0])
 
@@ -250,7 +303,7 @@ class _Model:
         lags = np.rint(self.graph.dep_lag_ns * ratio).astype(np.int64)
         return round(self.step_times([self.graph.duration_ns], lags[:, None])[0] - self.baseline)
 
-    def effects(self, scaled: Int64Array, number: Int64Array, count: int) -> list[int]:
+    def effects(self, scaled: Int64Array, number: Int32Array, count: int) -> list[int]:
         """Change of the step time by each of the classes 0 to count - 1 alone."""
         found: list[float] = []
         width = max(1, _MOST_CELLS // max(self.graph.rows, 1))

@@ -9,7 +9,7 @@ usually scatter (median absolute deviation).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from prismcalib.errors import ComparisonError
-from prismcalib.operations import operations
+from prismcalib.operations import OperationTable
 from prismtrace.schema import TraceHeader, TraceKind
 from prismtrace.trace import Trace, open_trace
 
@@ -110,25 +110,21 @@ def device_health(expected: Source, observed: Source, *, slower: float = SLOWER)
         ComparisonError: a trace without times, or two traces that share no operation.
     """
     traces = [_timed(expected, "expected"), _timed(observed, "observed")]
-    tables = [_medians(trace) for trace in traces]
-    matched = _matched(tables[0], tables[1])
-    local = matched.filter("local")
-    everything = float(tables[0].filter("local")["own_ns"].sum())
-    compared = float(local["expected_ns"].sum()) / max(everything, 1.0)
-    if not local.height or compared < _LEAST_SHARED:
+    tables = [OperationTable(trace) for trace in traces]
+    totals, transfers, everything = [], [], 0.0
+    for matched, expected_ns in _matched_ranks(*tables):
+        totals.append(_rank_totals(matched.filter("local")))
+        transfers.append(_transfer_ratios(matched))
+        everything += expected_ns
+    ratios = pl.concat(totals)
+    compared = float(ratios["expected_ns"].sum()) / max(everything, 1.0)
+    if not ratios.height or compared < _LEAST_SHARED:
         raise ComparisonError(
             f"the two traces share {compared:.0%} of their computation: same rank, place in the "
             "step and kind",
             where=f"{_name(traces[0])} and {_name(traces[1])}",
             hint="compare runs of the same job, code and grain",
         )
-    ratios = local.group_by("rank", maintain_order=True).agg(
-        pl.len().alias("operations"),
-        pl.col("expected_ns", "observed_ns").sum(),
-        pl.struct("ratio", "expected_ns")
-        .map_batches(_median_of_structs, return_dtype=pl.Float64, returns_scalar=True)
-        .alias("ratio"),
-    )
     value = ratios["ratio"].to_numpy()
     usual = float(np.median(value))
     # Two ranks say nothing about what is usual: they are held against what was expected.
@@ -143,14 +139,17 @@ def device_health(expected: Source, observed: Source, *, slower: float = SLOWER)
         host=pl.col("rank").replace_strict(
             _hosts(traces[1].header), default=None, return_dtype=pl.String
         ),
-    ).join(_transfer_ratios(matched), on="rank", how="left", maintain_order="left")
+    ).join(pl.concat(transfers), on="rank", how="left", maintain_order="left")
     flagged = table.filter("flagged").sort("above", descending=True)
     return Health(
         ranks=table.sort("rank"),
         usual_ratio=usual,
         scatter=sigma,
         compared=compared,
-        findings=tuple(_finding(row, local, center) for row in flagged.iter_rows(named=True)),
+        findings=tuple(
+            _finding(row, _local_of(*tables, row["rank"]), center)
+            for row in flagged.iter_rows(named=True)
+        ),
     )
 
 
@@ -165,13 +164,40 @@ def _timed(source: Source, role: str) -> Trace:
     return trace
 
 
-def _medians(trace: Trace) -> pl.DataFrame:
+def _matched_ranks(
+    expected: OperationTable, observed: OperationTable
+) -> Iterator[tuple[pl.DataFrame, float]]:
+    """What both have in common of some ranks after the other, and their expected computation."""
+    for some in expected:
+        medians = _medians(some)
+        low, high = (int(rank) for rank in some["rank"].to_numpy()[[0, -1]])
+        computing = medians.filter("local")["own_ns"].sum()
+        yield _matched(medians, _medians(observed.of_ranks(low, high))), float(computing)
+
+
+def _local_of(expected: OperationTable, observed: OperationTable, rank: int) -> pl.DataFrame:
+    """The matched computation of one rank."""
+    both = (_medians(table.of_ranks(rank, rank)) for table in (expected, observed))
+    return _matched(*both).filter("local")
+
+
+def _medians(operations: pl.DataFrame) -> pl.DataFrame:
     """Own time of every operation of a step, median over the steps; what it is."""
     return (
-        operations(trace)
-        .filter(pl.col("own_ns").is_not_null())
+        operations.filter(pl.col("own_ns").is_not_null())
         .group_by(*_KEYS, maintain_order=True)
         .agg(pl.col("own_ns").median(), pl.col("name", "local").first())
+    )
+
+
+def _rank_totals(local: pl.DataFrame) -> pl.DataFrame:
+    """rank, operations, expected_ns, observed_ns, ratio (weighted median) of matched computation."""
+    return local.group_by("rank", maintain_order=True).agg(
+        pl.len().alias("operations"),
+        pl.col("expected_ns", "observed_ns").sum(),
+        pl.struct("ratio", "expected_ns")
+        .map_batches(_median_of_structs, return_dtype=pl.Float64, returns_scalar=True)
+        .alias("ratio"),
     )
 
 
@@ -200,9 +226,7 @@ def _transfer_ratios(matched: pl.DataFrame) -> pl.DataFrame:
 
 
 def _finding(row: dict[str, Any], local: pl.DataFrame, center: float) -> Finding:
-    mine = local.filter(pl.col("rank") == row["rank"]).with_columns(
-        slowed=pl.col("ratio") > center * (1 + _SLOWED)
-    )
+    mine = local.with_columns(slowed=pl.col("ratio") > center * (1 + _SLOWED))
     slowed = mine["expected_ns"].filter(mine["slowed"])
     share = float(slowed.sum()) / float(mine["expected_ns"].sum())
     label = pl.coalesce("name", "kind")

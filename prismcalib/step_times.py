@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from prismcalib.blocks import Layout
 from prismcalib.graph import Int32Array, Int64Array
 from prismtrace.schema import TraceHeader
 
@@ -22,6 +23,7 @@ __all__ = [
     "laid_out",
     "step_durations",
     "step_table",
+    "step_table_of",
     "steps_of",
     "steps_text",
     "typical_ns",
@@ -83,6 +85,18 @@ def step_table(
     else:
         durations = step_durations(first_start_ns, ends)
     return pl.DataFrame({"step": steps, "duration_ns": durations})
+
+
+def step_table_of(layout: Layout, begin_ns: int, end_ns: int) -> pl.DataFrame:
+    """`step_table` of a whole trace; `begin_ns` and `end_ns` are those of the whole trace."""
+    start, end = pl.col("start_ns").min(), pl.col("end_ns").max()
+    ends = (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns")
+    bounds = pl.concat(
+        block.nodes.drop_nulls("step").group_by("step").agg(start, end)
+        for block in layout.blocks(["step", "start_ns", ends])
+    )
+    whole = bounds.group_by("step").agg(start, end).sort("step")
+    return step_table(whole, layout.trace.header, begin_ns, end_ns)
 
 
 def counted_steps(times_ns: Int64Array, warmup: int) -> Int64Array:

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from prismcalib.block_graph import step_model
+from prismcalib.block_picker import BlockPicker
 from prismcalib.blocks import Layout, is_large
 from prismcalib.build import graph_from_trace
 from prismcalib.edits import Draft, Edit, scenario_edits
@@ -145,7 +147,7 @@ def what_if(
     baseline = model.run(graph, [model.draft(graph)], order)[0]
     if rules:
         loose = WaitRules.of(trace.header).joined_with(rules)
-        graph = _step_model(trace, loose)[0].graph
+        graph = step_model(trace, loose, also=_RUN_BYTES).graph
         order = propagate(graph, model.engine).order
     runs: list[_Run] = []
     width = max(1, _MOST_CELLS // max(graph.rows, 1))
@@ -221,17 +223,12 @@ class _Run:
     path: _PathRows
 
 
-def _step_model(trace: Trace, rules: WaitRules | None = None) -> tuple[StepModel, RowPicker]:
-    """The graph of a trace with its steps, and what finds its rows."""
-    if not is_large(trace):
-        graph, rows = graph_from_trace(trace, rules=rules)
-        return StepModel.of(graph, rows, trace.header), RowPicker(rows, trace.header)
-    from prismcalib.block_graph import graph_from_blocks, step_columns
-    from prismcalib.block_picker import BlockPicker
-
-    layout = Layout.of(trace)
-    graph = graph_from_blocks(layout, rules, also=_RUN_BYTES)
-    return StepModel.of(graph, step_columns(layout), trace.header), BlockPicker(layout)
+def _opened(trace: Trace) -> tuple[RowPicker, StepModel]:
+    """What finds the rows of a trace, and its graph with its steps."""
+    if is_large(trace):
+        return BlockPicker(Layout.of(trace)), step_model(trace, also=_RUN_BYTES)
+    graph, rows = graph_from_trace(trace)
+    return RowPicker(rows, trace.header), StepModel.of(graph, rows, trace.header)
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +242,7 @@ class _Model:
 
     @classmethod
     def of(cls, trace: Trace, engine: Engine, scenarios: int) -> _Model:
-        steps, picker = _step_model(trace)
+        picker, steps = _opened(trace)
         rows = steps.graph.rows
         chosen = pick_engine(rows, scenarios + 1) if engine == "auto" else engine
         rank = np.concatenate([part["rank"].to_numpy() for part in picker.places()])

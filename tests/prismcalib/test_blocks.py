@@ -10,6 +10,7 @@ from prismcalib import merge, synth
 from prismcalib.block_graph import graph_from_blocks
 from prismcalib.blocks import Layout
 from prismcalib.build import graph_from_trace
+from prismcalib.comparing import compare
 from prismcalib.edits import Drop, Scale, ScaleGaps, SetDuration, SwapDurations
 from prismcalib.errors import (
     CoverageError,
@@ -20,6 +21,7 @@ from prismcalib.errors import (
 )
 from prismcalib.extent import extent_of
 from prismcalib.gathering import SliceOptions
+from prismcalib.health import device_health
 from prismcalib.memory import available_bytes, require_memory
 from prismcalib.paths import critical_path
 from prismcalib.prediction import predict
@@ -213,3 +215,36 @@ def test_what_predicates_say_of_blocks(calibrated):
             whole.value.message,
             whole.value.hint,
         )
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """The same job twice, the second time with a slow rank, and once with more steps."""
+    return [
+        merge(
+            synth.generate(
+                synth.JobSpec(steps=steps, launch_gap_ns=900, stragglers=slow, seed=steps)
+            )
+        ).trace
+        for steps, slow in ((3, {}), (4, {2: 1.4}))
+    ]
+
+
+@pytest.mark.parametrize("by", [["kind"], ["kind", "phase", "group", "name"], ["rank", "name"]])
+def test_comparison(runs, by_blocks, by):
+    whole = compare(*runs, by=by)
+    by_blocks()
+    assert compare(*runs, by=by).as_dict() == whole.as_dict()
+
+
+def test_health(runs, by_blocks, make_run):
+    recorded = [make_run(steps=3).trace, make_run(steps=3, slow_rank=2).trace]
+    without_steps = [
+        Trace(header=run.header, nodes=run.nodes.with_columns(step=pl.lit(None, pl.Int32)))
+        for run in recorded
+    ]
+    cases = (runs, recorded, without_steps)
+    whole = [device_health(*case).as_dict() for case in cases]
+    assert any(found["findings"] for found in whole)
+    by_blocks()
+    assert [device_health(*case).as_dict() for case in cases] == whole
