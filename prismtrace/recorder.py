@@ -24,7 +24,6 @@ import queue
 import socket
 import sys
 import threading
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -46,7 +45,8 @@ FLUSH_SECONDS = 0.5
 
 _ONE_BACK = (1,)
 
-_writers: weakref.WeakSet[SpanWriter] = weakref.WeakSet()
+_writers: set[SpanWriter] = set()
+"""Those that are open; whatever the program forgets to close is closed when it ends."""
 
 
 class SpanWriter:
