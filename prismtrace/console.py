@@ -62,6 +62,7 @@ __all__ = [
 _EXTRA_OF_MODULE = {
     "networkx": "calib",
     "numba": "calib",
+    "safetensors": "replay",
     "torch": "replay",
     "cuda": "cuda",
     "dask": "dask",

@@ -173,9 +173,13 @@ class CollectRole:
     wants_real_groups = False
     wants_sites = True
 
-    def __init__(self, connection: Connection, place: Place) -> None:
+    def __init__(
+        self, connection: Connection, place: Place, step: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """Take part through `connection`; `step` tells the training step the program is in."""
         self._connection = connection
         self._place = place
+        self._step = step
         self._tickets = 0
         self._lock = threading.Lock()
 
@@ -213,7 +217,9 @@ class CollectRole:
         with self._lock:
             self._tickets += 1
             ticket = self._tickets
-            self._connection.tell(("submit", ticket, pack_op(op), parcel.data), parcel.file)
+            self._connection.tell(
+                ("submit", ticket, pack_op(op, self._step()), parcel.data), parcel.file
+            )
         parcel.close()
         if op.call is op.call.SEND:
             return _Done()

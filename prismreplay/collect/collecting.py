@@ -361,7 +361,7 @@ class _Run:
         partial = target.with_suffix(".partial.parquet")
         try:
             made = self.assemble(partial)
-        except (PrismError, OSError):
+        except Exception:  # noqa: BLE001  what went wrong before is what has to be told
             return
         if not made.steps or set(made.missing_ranks) - set(self._header().symmetry or ()):
             partial.unlink(missing_ok=True)
@@ -382,7 +382,12 @@ def _observe(folder: Path, options: CollectOptions, rank: int) -> Observed:
     options.tensors.prepare_rank()
     writer = SpanWriter(_spool(folder, rank), rank=rank, world_size=options.world_size)
     recorder = make_recorder(writer)
-    return Observed(recorder, finish=recorder.finish, flush=writer.flush)
+    return Observed(
+        recorder,
+        finish=recorder.finish,
+        flush=writer.flush,
+        step=lambda: recorder.position.step,
+    )
 
 
 @contextlib.contextmanager

@@ -126,8 +126,8 @@ class Channel:
         return message, self._files.popleft() if files else None
 
 
-def pack_op(op: Op) -> Message:
-    """`op` without its group, which the coordinator knows by its key since the rank joined it."""
+def pack_op(op: Op, step: int | None = None) -> Message:
+    """`op` of a step, without its group, which the coordinator knows since the rank joined it."""
     return (
         op.call,
         op.group.key,
@@ -145,6 +145,7 @@ def pack_op(op: Op) -> Message:
         op.output_splits,
         op.batch,
         op.site,
+        step,
     )
 
 

@@ -87,6 +87,8 @@ class Observed:
     observer: Any
     finish: Callable[[], None]
     flush: Callable[[], None]
+    step: Callable[[], int | None] = lambda: None
+    """The training step that the program is in."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ def _run(job: Job, connection: Connection, observed: Observed) -> int:
     """Run the program; its exit code."""
     from prismreplay.runtime.installing import install
 
-    install(CollectRole(connection, job.place), observed.observer)
+    install(CollectRole(connection, job.place, observed.step), observed.observer)
     code = 0
     try:
         job.program.run()
