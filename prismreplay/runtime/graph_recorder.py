@@ -7,7 +7,7 @@ graphs can be compared: all structure follows from the order of events, never fr
 Events cut the program into segments, each a node that computes: a communication is issued, a
 wait begins or ends, a step, microbatch, chunk or phase begins or ends. There is no segment
 
-- between issuing a communication and waiting for it when one call does both,
+- between issuing a communication and waiting for it when one call of torch.distributed does both,
 - between the operations of a batch, nor between waits for operations of one batch.
 
 A communication depends on the segment before it and on what is ahead of it in its queue: each
@@ -34,17 +34,18 @@ _RUNTIME = str(Path(__file__).parent)
 _P2P = (Call.SEND, Call.RECV)
 
 
-def calling_frame() -> Hashable:
-    """Where in the program this thread is: equal for both halves of a call that blocks.
+def calling_frame() -> Hashable | None:
+    """Which call of a function of torch.distributed this is; None if it is none.
 
-    torch's Python functions issue and wait in one frame; its C++ code does both within one
-    instruction of the frame that called it.
+    Those that block issue and wait in the same call; nothing else does both.
     """
     frame = sys._getframe(2)  # noqa: SLF001  the only way to look at the caller
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_RUNTIME):
         frame = frame.f_back
-    blocking = frame.f_code.co_filename.endswith("distributed_c10d.py")
-    return (id(frame), -1 if blocking else frame.f_lasti)
+    code = frame.f_code
+    # A later frame may lie where an earlier one was, but not of the same function: each waits
+    # for what it has issued itself.
+    return (id(frame), code) if code.co_filename.endswith("distributed_c10d.py") else None
 
 
 class GraphRecorder:
@@ -68,7 +69,7 @@ class GraphRecorder:
         writer: SpanWriter,
         *,
         clock: Callable[[], int] | None = None,
-        caller: Callable[[], Hashable] = calling_frame,
+        caller: Callable[[], Hashable | None] = calling_frame,
         in_backward: Callable[[], bool] | None = None,
     ) -> None:
         self.position = ProgramPosition(
@@ -88,7 +89,7 @@ class GraphRecorder:
         """What was waited for since the last segment ended."""
         self._since = self._clock()
         self._note: str | None = None
-        self._last: tuple[str, int, int | None, Hashable] = ("begin", -1, None, None)
+        self._last: tuple[str, int, int | None, Hashable | None] = ("begin", -1, None, None)
         """The last event: what, which node, its batch, where in the program."""
         self._groups: dict[str, tuple[int, Group, str]] = {}
         self._queues: dict[Hashable, _Queue] = {}
@@ -138,7 +139,7 @@ class GraphRecorder:
     def waiting(self, token: int) -> None:
         """See `prismreplay.runtime.roles.GraphObserver`."""
         what, last, batch, where = self._last
-        if what == "issued" and last == token and where == self._caller():
+        if what == "issued" and last == token and where is not None and where == self._caller():
             return
         if what == "waited" and batch is not None and batch == self._batches.get(token):
             return
