@@ -151,8 +151,8 @@ def parallelize(
 
 
 def averages_itself(args: argparse.Namespace) -> bool:
-    """True where DDP does not help: it fails under schedules with several chunks a rank."""
-    return args.pp > 1 and args.fsdp == 1 and SCHEDULES[args.schedule][1] > 1
+    """True where DDP does not help: it fails when it sees several microbatches before backward."""
+    return args.pp > 1 and args.fsdp == 1
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:

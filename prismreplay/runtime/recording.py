@@ -14,6 +14,7 @@ What runs ahead of a communication on its group delays its start: `prismtrace.as
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing.util
 import os
 import sys
@@ -127,7 +128,9 @@ class _Recorded:
         self._work = work
         self._ended = False
         if watched:
-            work.get_future().add_done_callback(self._end)
+            # Some of gloo's have none, such as coalesced reduce-scatters: then the wait tells.
+            with contextlib.suppress(RuntimeError):
+                work.get_future().add_done_callback(self._end)
 
     def _end(self, _future: Any = None) -> None:
         if not self._ended:
