@@ -123,7 +123,11 @@ class FutureQueue:
     def hand_out(self, future: PendingFuture) -> None:
         """Within a backward pass: see to it that `future` is complete at the end of the pass."""
         task = torch._C._current_graph_task_id()  # noqa: SLF001  no public way to ask
-        if task >= 0:
+        if task >= 0 and torch._C._current_autograd_node() is None:  # noqa: SLF001
+            # A callback at the end of the pass: DDP with a static graph issues everything there
+            # in its first iteration, and waits right after, in C++.
+            future.finish()
+        elif task >= 0:
             self._waiting.append(future)
             if task not in self._backward_tasks:
                 self._backward_tasks.add(task)

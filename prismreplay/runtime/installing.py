@@ -70,6 +70,7 @@ class Installation:
         self._replace_everywhere(dist.batch_isend_irecv, self._batch_isend_irecv())
         self._replace_futures()
         self._replace_reducer()
+        _keep_compiler_out()
         if not role.wants_real_groups:
             self._register_backend()
             self._replace_stores()
@@ -266,3 +267,13 @@ class Installation:
 
 
 _BACKEND_CONFIG = c10d.BackendConfig
+
+
+def _keep_compiler_out() -> None:
+    """Have torch.compile treat our Python as the C++ that it stands for: call it, not trace it.
+
+    Imports the compiler's front end; torch's optimizers would do so at their first step.
+    """
+    trace_rules = importlib.import_module("torch._dynamo.trace_rules")
+    for package in ("prismreplay", "prismtrace"):
+        trace_rules.add(package)

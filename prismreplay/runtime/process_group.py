@@ -264,11 +264,11 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     # ---- issuing --------------------------------------------------------------------------
 
-    def _on_real(self, method: str, *arguments: Any) -> Callable[[], Any]:
+    def _on_real(self, method: str, *arguments: Any, **named: Any) -> Callable[[], Any]:
         """The program's call on the real backend, for roles that perform it there."""
         if self.real is None:
             return _no_real_group
-        perform = partial(getattr(self.real, method), *arguments)
+        perform = partial(getattr(self.real, method), *arguments, **named)
         if self._batch is None or self._batch.real is None:
             return perform
         joint = self._batch.real
@@ -344,12 +344,12 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     # ---- collectives ----------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> PrismWork:  # noqa: ARG002
+    def allreduce(self, tensors: Any, *more: Any, **named: Any) -> PrismWork:
         """Reduce onto all; in place."""
-        tensors = _listed(tensors)
-        perform = self._on_real("allreduce", tensors, *_given(opts))
-        flat = [plain(tensor) for tensor in tensors]
-        return self._issue(Call.ALL_REDUCE, flat, flat, perform, op=_reduction_of(opts))
+        perform = self._on_real("allreduce", tensors, *more, **named)
+        flat = [plain(tensor) for tensor in _listed(tensors)]
+        op = _reduction_of(_chosen(more, named, "opts", "op"))
+        return self._issue(Call.ALL_REDUCE, flat, flat, perform, op=op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> PrismWork:
         """Reduce several tensors onto all in one operation; in place."""
@@ -357,34 +357,30 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         flat = [plain(tensor) for tensor in tensors]
         return self._issue(Call.ALL_REDUCE, flat, flat, perform, op=_reduction_of(opts))
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> PrismWork:  # noqa: ARG002
+    def broadcast(self, tensors: Any, *more: Any, **named: Any) -> PrismWork:
         """Copy the root's tensors to all."""
-        tensors = _listed(tensors)
-        root = _root_of(opts)
-        perform = self._on_real("broadcast", tensors, opts)
-        flat = [plain(tensor) for tensor in tensors]
+        perform = self._on_real("broadcast", tensors, *more, **named)
+        flat = [plain(tensor) for tensor in _listed(tensors)]
+        root = _root_of(_chosen(more, named, "opts", "root"))
         sent = self._root_only(root, flat)
         return self._issue(Call.BROADCAST, sent, flat, perform, root=root)
 
-    def reduce(
-        self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
-    ) -> PrismWork:
+    def reduce(self, tensors: Any, *more: Any, **named: Any) -> PrismWork:
         """Reduce onto the root; in place there."""
-        given = (opts, op, timeout) if isinstance(opts, int) and op is not None else (opts,)
-        perform = self._on_real("reduce", tensors, *given)
+        perform = self._on_real("reduce", tensors, *more, **named)
         flat = [plain(tensor) for tensor in _listed(tensors)]
-        root = _root_of(opts)
+        given = _chosen(more, named, "opts", "root")
+        root = _root_of(given)
+        op = _chosen(more[1:], named, "op") if isinstance(given, int) else given
         kept = self._root_only(root, flat)
-        how = _reduction_of(opts if op is None else op)
-        return self._issue(Call.REDUCE, flat, kept, perform, root=root, op=how)
+        return self._issue(Call.REDUCE, flat, kept, perform, root=root, op=_reduction_of(op))
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> PrismWork:
+    def allgather(self, outputs: Any, inputs: Any, *more: Any, **named: Any) -> PrismWork:
         """Every member's tensor to all, into lists."""
-        perform = self._on_real("allgather", outputs, inputs, *_given(opts))
-        lists = [outputs] if isinstance(inputs, torch.Tensor) else outputs
-        flat = [plain(tensor) for some in lists for tensor in some]
+        perform = self._on_real("allgather", outputs, inputs, *more, **named)
+        got = [plain(tensor) for some in _lists(outputs, inputs) for tensor in some]
         sent = [plain(tensor) for tensor in _listed(inputs)]
-        return self._issue(Call.ALL_GATHER, sent, flat, perform)
+        return self._issue(Call.ALL_GATHER, sent, got, perform)
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
@@ -413,11 +409,11 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> PrismWork:
+    def gather(self, outputs: Any, inputs: Any, *more: Any, **named: Any) -> PrismWork:
         """Every member's tensor to the root."""
-        perform = self._on_real("gather", outputs, inputs, *_given(opts, timeout))
-        lists = [outputs] if isinstance(inputs, torch.Tensor) else outputs
-        root = _root_of(opts)
+        perform = self._on_real("gather", outputs, inputs, *more, **named)
+        root = _root_of(_chosen(more, named, "opts", "root"))
+        lists = _lists(outputs, inputs)
         got = self._root_only(root, [plain(tensor) for some in lists for tensor in some])
         sent = [plain(tensor) for tensor in _listed(inputs)]
         return self._issue(Call.GATHER, sent, got, perform, root=root)
@@ -431,26 +427,22 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         )
         return self._issue(Call.GATHER, [plain(input)], got, perform, root=root)
 
-    def scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> PrismWork:
+    def scatter(self, outputs: Any, inputs: Any, *more: Any, **named: Any) -> PrismWork:
         """One tensor from the root to each member."""
-        perform = self._on_real("scatter", outputs, inputs, *_given(opts, timeout))
-        lists = [inputs] if isinstance(outputs, torch.Tensor) else inputs
-        root = _root_of(opts)
+        perform = self._on_real("scatter", outputs, inputs, *more, **named)
+        root = _root_of(_chosen(more, named, "opts", "root"))
+        lists = _lists(inputs, outputs)
         sent = self._root_only(root, [plain(tensor) for some in lists for tensor in some])
         got = [plain(tensor) for tensor in _listed(outputs)]
         return self._issue(Call.SCATTER, sent, got, perform, root=root)
 
-    def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> PrismWork:
+    def reduce_scatter(self, outputs: Any, inputs: Any, *more: Any, **named: Any) -> PrismWork:
         """Reduce lists of tensors; each member keeps one."""
-        perform = self._on_real("reduce_scatter", outputs, inputs, *_given(opts, timeout))
-        lists = [inputs] if isinstance(outputs, torch.Tensor) else inputs
-        sent = [plain(tensor) for some in lists for tensor in some]
+        perform = self._on_real("reduce_scatter", outputs, inputs, *more, **named)
+        sent = [plain(tensor) for some in _lists(inputs, outputs) for tensor in some]
         got = [plain(tensor) for tensor in _listed(outputs)]
-        return self._issue(Call.REDUCE_SCATTER, sent, got, perform, op=_reduction_of(opts))
+        op = _reduction_of(_chosen(more, named, "opts", "op"))
+        return self._issue(Call.REDUCE_SCATTER, sent, got, perform, op=op)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> PrismWork:
         """Reduce a tensor; each member keeps its part."""
@@ -497,9 +489,9 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         sent, got = [plain(tensor) for tensor in inputs], [plain(tensor) for tensor in outputs]
         return self._issue(Call.ALL_TO_ALL, sent, got, perform)
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> PrismWork:  # noqa: ARG002
+    def barrier(self, *more: Any, **named: Any) -> PrismWork:
         """Nobody goes on before all are here."""
-        return self._issue(Call.BARRIER, (), (), self._on_real("barrier", *_given(opts)))
+        return self._issue(Call.BARRIER, (), (), self._on_real("barrier", *more, **named))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names who is missing; in a run of ours that is the run's task."""
@@ -584,8 +576,18 @@ def _listed(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _given(*arguments: Any) -> tuple[Any, ...]:
-    return tuple(argument for argument in arguments if argument is not None)
+def _lists(lists: Any, beside: Any) -> Sequence[Tensors]:
+    """The lists of a call; where the tensor beside them stands alone, the list does, too."""
+    return [lists] if isinstance(beside, torch.Tensor) else lists
+
+
+def _given(opts: Any) -> tuple[Any, ...]:
+    return () if opts is None else (opts,)
+
+
+def _chosen(more: Sequence[Any], named: dict[str, Any], *names: str) -> Any:
+    """An argument that was passed by position, or else by one of its names."""
+    return more[0] if more else next((named[name] for name in names if name in named), None)
 
 
 def _root_of(opts: Any) -> int:
