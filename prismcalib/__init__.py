@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from prismcalib.estimates import EstimateRange
     from prismcalib.graph import Graph
     from prismcalib.health import Finding, Health, device_health
-    from prismcalib.merging import MergeReport, MergeResult, merge
+    from prismcalib.merge_result import MergeReport, MergeResult
+    from prismcalib.merging import merge
     from prismcalib.nxgraph import to_networkx
     from prismcalib.paths import CriticalPath, critical_path
     from prismcalib.prediction import Prediction, predict
@@ -128,7 +129,8 @@ _HOMES = {
     "estimates": ("EstimateRange",),
     "graph": ("Graph",),
     "health": ("Finding", "Health", "device_health"),
-    "merging": ("MergeReport", "MergeResult", "merge"),
+    "merge_result": ("MergeReport", "MergeResult"),
+    "merging": ("merge",),
     "nxgraph": ("to_networkx",),
     "paths": ("CriticalPath", "critical_path"),
     "prediction": ("Prediction", "predict"),

@@ -200,7 +200,7 @@ def merge(
     """
     limit_ns = _duration(max_residual)
     from prismcalib.merge_printing import print_merge, print_slices
-    from prismcalib.merging import MergeReport
+    from prismcalib.merge_result import MergeReport
     from prismcalib.merging import merge as merge_trace
     from prismcalib.slices import SliceOptions
     from prismcalib.waiting import WaitRules

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prismcalib.commands_comm import print_costs
 from prismcalib.durations import format_ns
-from prismcalib.merging import MergeReport
+from prismcalib.merge_result import MergeReport
 from prismcalib.slices import SlicesReport
 from prismcalib.step_times import steps_text
 from prismtrace.console import counted, table

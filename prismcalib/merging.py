@@ -9,18 +9,17 @@ clamps propagation gives back the aligned times exactly; a clamp can only make r
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import polars as pl
 
-from prismcalib.alignment import Alignment, ClockReport, align_clocks
+from prismcalib.alignment import Alignment, align_clocks
 from prismcalib.build import (
     lag_column,
     require_all_members,
@@ -32,9 +31,10 @@ from prismcalib.calibrated import write_beside
 from prismcalib.errors import CalibError, MergeInputError
 from prismcalib.graph import Graph, Int64Array
 from prismcalib.measuring import Clocks
+from prismcalib.merge_result import Amount, MergeReport, MergeResult
 from prismcalib.propagation import Engine, Timing, critical_steps, propagate, slack
 from prismcalib.rows import FARTHEST_NS
-from prismcalib.slices import SliceOptions, SlicesReport, merge_slices
+from prismcalib.slices import SliceOptions, merge_slices
 from prismcalib.waiting import WaitRules, apply_wait_rules, ready_times, waiting_rows
 from prismtrace.schema import LOCAL_KINDS, TraceHeader, TraceKind, TransferSource
 from prismtrace.trace import (
@@ -43,10 +43,9 @@ from prismtrace.trace import (
     open_trace,
     read_header,
     trace_files,
-    write_nodes,
 )
 
-__all__ = ["DEFAULT_MAX_RESIDUAL_NS", "MergeReport", "MergeResult", "merge"]
+__all__ = ["DEFAULT_MAX_RESIDUAL_NS", "merge"]
 
 DEFAULT_MAX_RESIDUAL_NS = 10_000_000
 """Largest median spread of the ends of one operation that `merge` accepts.
@@ -59,110 +58,6 @@ two cores, since a process notices the end only when it is scheduled.  Whether t
 _LONGEST_NS = 24 * 3600 * 10**9
 
 _OBSERVED = {"start_ns": "x_observed_start_ns", "dur_ns": "x_observed_dur_ns"}
-
-
-@dataclass(frozen=True)
-class Amount:
-    """How often something happened, and its time in all."""
-
-    count: int
-    total_ns: int
-
-    @classmethod
-    def of(cls, times_ns: Int64Array) -> Amount:
-        """Count and sum of the positive times."""
-        return cls(int((times_ns > 0).sum()), int(times_ns.sum()))
-
-
-@dataclass(frozen=True)
-class MergeReport:
-    """What `merge` found and did; all times in ns.
-
-    Attributes:
-        ranks, rows: size of the trace.
-        instances: collectives and send-recv pairs whose members were all found.
-        unmatched: communications whose partners lie outside the recorded window; they keep
-            their duration and wait for nobody.
-        clock: offsets between clocks, and how well the ends agree.
-        recorded_ns: last end minus first start over all ranks, on aligned clocks.
-        propagated_ns: the same from durations and lags alone.
-        lags: idle time before rows, kept as lags (launch gaps, host delays).
-        lags_on_critical_path: the part of it that the whole run waits for.
-        overlap_clamps: rows that started before a dependency ended; moved behind it.
-        transfer_clamps: members that ended before the last member started; they end then.
-        most_delayed_ns: largest delay of any row against its aligned time, due to clamps.
-        wait_ns, transfer_ns: sums over all members of instances.
-    """
-
-    ranks: int
-    rows: int
-    instances: int
-    unmatched: int
-    clock: ClockReport
-    recorded_ns: int
-    propagated_ns: int
-    lags: Amount
-    lags_on_critical_path: Amount
-    overlap_clamps: Amount
-    transfer_clamps: Amount
-    most_delayed_ns: int
-    wait_ns: int
-    transfer_ns: int
-
-    @property
-    def difference_ns(self) -> int:
-        """Propagated minus recorded length."""
-        return self.propagated_ns - self.recorded_ns
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON values (lists, not tuples)."""
-        fields: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return {**fields, "difference_ns": self.difference_ns}
-
-
-@dataclass(frozen=True, eq=False)
-class MergeResult:
-    """A calibrated trace, and how it came about.
-
-    Attributes:
-        header: its header.
-        table: its nodes, lazily. Of slices, what was measured stays in their files until it is
-            asked for.
-        report: `MergeReport` of a recorded run, `SlicesReport` of slices.
-        merged_again: whether the source was a calibrated trace, whose observed times were used.
-    """
-
-    header: TraceHeader
-    table: pl.LazyFrame
-    report: MergeReport | SlicesReport
-    _write_columns: Callable[[str | os.PathLike[str]], None]
-    merged_again: bool = False
-
-    @cached_property
-    def nodes(self) -> pl.DataFrame:
-        """All nodes in memory, in (rank, index) order."""
-        return self.table.collect()
-
-    @property
-    def trace(self) -> Trace:
-        """The result as a trace."""
-        return Trace(header=self.header, nodes=self.table)
-
-    def write(self, path: str | os.PathLike[str], *, columns_only: bool = False) -> None:
-        """Write the calibrated trace as one Parquet file.
-
-        With `columns_only` the file holds the computed columns alone, which is several times
-        quicker; `prismtrace.open` joins them with those of the input files, which have to stay
-        where they are, relative to the file.
-
-        Raises:
-            OutputError: the file cannot be written.
-            MergeInputError: columns only, but the rows do not lie in files.
-        """
-        if columns_only:
-            self._write_columns(path)
-        else:
-            write_nodes(self.header, self.table, path)
 
 
 @dataclass(frozen=True, eq=False)
