@@ -268,7 +268,7 @@ class _Job:
         for rank, steps in self._steps.items():
             numbers = sorted(step for step, _ in steps)
             if rank in self.cut:
-                numbers.pop()
+                numbers = numbers[:-1]
             if not numbers:
                 return None
             finished.append(numbers[-1])
