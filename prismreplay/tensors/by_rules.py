@@ -30,13 +30,24 @@ class RuleSupplier:
     because only its partner knows who that is.
     """
 
-    def __init__(self, rules: RuleSet, recorded: Callable[[str | None], Supplier]) -> None:
-        """Take rules, and what gives the recording in a folder (None: the one given beside them).
+    def __init__(
+        self,
+        rules: RuleSet,
+        recorded: Callable[[str | None], Supplier],
+        after: Supplier | None = None,
+    ) -> None:
+        """Take rules.
+
+        Args:
+            rules: of one file.
+            recorded: gives the recording in a folder; None: the one given beside the rules.
+            after: is asked about operations that no rule is about.
 
         Raises:
             TensorRulesError: a function that a rule names cannot be imported.
         """
         self.rules = rules
+        self._after = after
         self._functions: dict[str, Function] = {}
         self._recordings: dict[str | None, Supplier] = {}
         for number, rule in enumerate(rules.rule, 1):
@@ -55,7 +66,7 @@ class RuleSupplier:
         found = self.rules.first(receiver, seen)
         if found is None:
             if self.rules.otherwise == "real":
-                return None
+                return None if self._after is None else self._after.supply(rank, op, inputs)
             raise TensorRulesError(
                 f"no rule says what {op.call.value} gives",
                 where=f"{self.rules.source}, {described(rank, op)}",

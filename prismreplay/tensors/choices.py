@@ -82,13 +82,17 @@ class TensorChoices:
                 )
             return recording(chosen)
 
-        made = [
-            recording(item) if isinstance(item, Path) else RuleSupplier(item, for_rule)
-            for item in self.sources
-        ]
+        made: Supplier = FirstOf([])
+        for item in reversed(self.sources):
+            # What a rule says is to be performed is performed, whatever comes after.
+            made = (
+                FirstOf([recording(item), made])
+                if isinstance(item, Path)
+                else RuleSupplier(item, for_rule, after=made)
+            )
         if folding is None:
-            return AllOrNone(FirstOf(made))
-        return FirstOf([folding, AllOrNone(FirstOf(made), folding.absent)])
+            return AllOrNone(made)
+        return FirstOf([folding, AllOrNone(made, folding.absent)])
 
     def make_recording(
         self, output: Path, world_size: int, about: Mapping[str, Any]

@@ -121,6 +121,8 @@ class Rule(BaseModel):
     """Global ranks (``"0-7,12"``); for p2p the receiver."""
     step: _Numbers | None = None
     """Training steps (``"0-4"``)."""
+    in_step: bool | None = None
+    """Whether a training step is under way; else the program sets up, or is between steps."""
     root: int | None = None
     """Global rank of the root."""
     peer: int | None = None
@@ -161,6 +163,7 @@ class Rule(BaseModel):
             and (self.max_bytes is None or op.payload_bytes <= self.max_bytes)
             and (self.rank is None or rank in self.rank)
             and (self.step is None or op.step in self.step)
+            and (self.in_step is None or self.in_step == (op.step is not None))
             and (self.root is None or op.root == self.root)
             and (self.peer is None or op.peer == self.peer)
         )

@@ -77,6 +77,8 @@ def test_a_kind_stands_for_all_its_forms_and_a_form_for_itself(tmp_path):
         ("rank = 2", False),
         ('step = "3-4"', True),
         ("step = 5", False),
+        ("in_step = true", True),
+        ("in_step = false", False),
         ("root = 0", True),
         ("root = 1", False),
         ('dtype = ["float16", "float32"]', True),
@@ -295,3 +297,11 @@ def test_all_members_or_none(tmp_path):
     for rank in WORLD:
         assert agreed.supply(rank, ops[rank], [torch.ones(1)])
     assert agreed._open == {}
+
+
+def test_what_a_rule_leaves_to_its_partners_is_performed_whatever_comes_after(tmp_path):
+    last = supplier(tmp_path, "[[rule]]\nproduce = 'zeros'")
+    (tmp_path / "first.toml").write_text("[[rule]]\nkind = 'barrier'\nproduce = 'real'")
+    rules = RuleSupplier(read_rules(tmp_path / "first.toml"), str, after=last)
+    assert rules.supply(0, op("barrier", WORLD, 0), []) is None
+    assert rules.supply(0, op("all_reduce", WORLD, 0, outputs=[spec(1)]), [])[0].tolist() == [0]
