@@ -175,6 +175,23 @@ class Graph:
             return np.empty(0, np.int32)
         return self.wait_rows[self.wait_offsets[row] : self.wait_offsets[row + 1]]
 
+    def cut(self, part: slice) -> Graph:
+        """The rows of `part`, numbered from 0; instances keep their numbers, waits are left out.
+
+        Raises:
+            CalibError: a row depends on one outside of the part.
+        """
+        first, last = self.dep_offsets[part.start], self.dep_offsets[part.stop]
+        return Graph(
+            duration_ns=self.duration_ns[part],
+            dep_offsets=self.dep_offsets[part.start : part.stop + 1] - first,
+            dep_rows=self.dep_rows[first:last] - part.start,
+            dep_lag_ns=None if self.dep_lag_ns is None else self.dep_lag_ns[first:last],
+            instance=self.instance[part],
+            instance_size=self.instance_size,
+            release_ns=None if self.release_ns is None else self.release_ns[part],
+        )
+
     @cached_property
     def expanded(self) -> Graph:
         """The same graph with dependencies in place of waits; itself if there are no waits.

@@ -10,6 +10,7 @@ from prismcalib import merge, synth
 from prismcalib.block_graph import graph_from_blocks
 from prismcalib.blocks import Layout
 from prismcalib.build import graph_from_trace
+from prismcalib.coarsening import coarsen
 from prismcalib.comparing import compare
 from prismcalib.edits import Drop, Scale, ScaleGaps, SetDuration, SwapDurations
 from prismcalib.errors import (
@@ -248,3 +249,39 @@ def test_health(runs, by_blocks, make_run):
     assert any(found["findings"] for found in whole)
     by_blocks()
     assert [device_health(*case).as_dict() for case in cases] == whole
+
+
+COARSE = {
+    "pipeline": synth.JobSpec(
+        pp=3, tp=4, dp=2, microbatches=5, steps=2, kernels_per_block=3, launch_gap_ns=900
+    ),
+    "gapless": synth.JobSpec(pp=2, tp=2, dp=4, microbatches=4, kernels_per_block=4),
+    "experts": synth.JobSpec(
+        pp=2, tp=2, dp=4, ep=2, sequence_parallel=True, kernels_per_block=2, launch_gap_ns=50
+    ),
+    "coalesced": synth.JobSpec(pp=3, tp=2, dp=1, microbatches=6, coalesced_p2p=True),
+}
+
+
+@pytest.mark.parametrize("grain", ["exact", "microbatch"])
+@pytest.mark.parametrize("job", [*COARSE, "rules"])
+@pytest.mark.parametrize("block_rows", [1, 3000])
+def test_coarse_trace(job, grain, block_rows, monkeypatch, tmp_path):
+    rules = RULES if job == "rules" else WaitRules()
+    trace = merge(synth.generate(COARSE.get(job, COARSE["experts"])), rules=rules).trace
+    whole = coarsen(trace, grain=grain)
+    monkeypatch.setattr("prismcalib.blocks.LARGE_ROWS", 0)
+    monkeypatch.setattr("prismcalib.blocks.BLOCK_ROWS", block_rows)
+    streamed = coarsen(trace, grain=grain)
+    assert streamed.report == whole.report
+    assert streamed.nodes.equals(whole.nodes)
+    streamed.write(tmp_path / "coarse.parquet")
+    assert open_trace(tmp_path / "coarse.parquet").collect().equals(whole.nodes)
+    rank = pl.col("rank") == 1
+    assert (
+        streamed.table.filter(rank)
+        .select("id")
+        .collect()
+        .equals(whole.nodes.filter(rank).select("id"))
+    )
+    assert streamed.table.head(5).collect().equals(whole.nodes.head(5))
