@@ -51,6 +51,7 @@ _SLOW = 1.05
 """A rank or stage that takes 5 % longer than its peers stands out of usual spreads of 1 to 2 %."""
 _OFTEN = 0.8
 """Share of the comparisons in which it must be slower, or a few outliers would do."""
+_ALIKE_SPEED = 0.005
 _SLOW_LINK = 1.3
 _VARIED = 0.03
 _ALIKE = 0.9
@@ -242,10 +243,10 @@ def _rank_suspects(
             f"computes {percent_text(device)} longer than {than}, in {often:.0%} of the steps"
         )
         if host:
+            own = f"{percent_text(device)} longer" if device >= _ALIKE_SPEED else "no longer"
             evidence = (
                 f"its spans take {percent_text(longer)} longer than those of {than}, idle between "
-                f"{parts} included, in {often:.0%} of the steps; its {parts} themselves "
-                f"{percent_text(device)}"
+                f"{parts} included, in {often:.0%} of the steps; its {parts} themselves take {own}"
             )
         yield _Suspect(
             "slow-host" if host else "slow-rank",

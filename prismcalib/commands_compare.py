@@ -175,7 +175,7 @@ def _print_health(found: Health, names: RankNames, limit: int, slower: float) ->
         )
     print()
     table(
-        "ranks, slowest first",
+        "ranks, slowest first (computation: whole spans, with idle time inside them)",
         (
             *names.heads,
             "host",

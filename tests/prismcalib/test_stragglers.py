@@ -291,6 +291,9 @@ def test_a_slow_host_is_told_from_a_slow_device(data_dir, tmp_path):
     assert report.steps == (3,)
     kinds = {cause.kind for cause in report.causes}
     assert "slow-host" in kinds
+    told = next(cause.evidence for cause in report.causes if cause.kind == "slow-host")
+    assert "themselves take" in told
+    assert "-" not in told.split("themselves")[1]
     assert "slow-rank" not in kinds
     assert report.parts["rank"][0].name == "0"
 
