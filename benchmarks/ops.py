@@ -3,7 +3,8 @@
     python benchmarks/ops.py                    the public job SE, 107 thousand operations
     python benchmarks/ops.py --rows 10000000    besides, its steps repeated to ten million
 
-Measured: the conversion to a table in memory and to a file; what `prismcalib.find_stragglers`
+Measured: the conversion to a table in memory and to a file, in this process and as a command;
+of the longer log what each row costs that the shorter has not, that is without start-up; what `prismcalib.find_stragglers`
 takes with everything loaded, once as the publisher's analyser does it (kinds, stages,
 replicas) and once with ranks and groups; and both commands in fresh processes.
 
@@ -27,7 +28,7 @@ import polars as pl
 from prismcalib.stragglers import BY, By, find_stragglers
 from prismtrace.converters import convert
 from prismtrace.converters.ops.convert import operations_trace
-from prismtrace.trace import open_trace
+from prismtrace.trace import ROW_GROUP_ROWS, open_trace
 
 PUBLISHED: tuple[By, ...] = ("kind", "stage", "replica")
 
@@ -43,8 +44,14 @@ def timed(work: Callable[[], object], repeats: int) -> tuple[float, float]:
     return cpu, wall
 
 
-def command(*words: object) -> tuple[float, float]:
-    """CPU and wall seconds of a command in a process of its own."""
+def command(*words: object, repeats: int = 3) -> tuple[float, float]:
+    """Least CPU and wall seconds of a command in a process of its own."""
+    runs = [run_command(*words) for _ in range(repeats)]
+    return min(cpu for cpu, _ in runs), min(wall for _, wall in runs)
+
+
+def run_command(*words: object) -> tuple[float, float]:
+    """CPU and wall seconds of one run."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
     subprocess.run([sys.executable, *map(str, words)], check=True, stdout=subprocess.DEVNULL)
@@ -76,17 +83,33 @@ def repeated(source: Path, rows: int, folder: Path) -> Path:
     return path
 
 
-def conversions(source: Path, folder: Path, repeats: int) -> None:
+def conversions(source: Path, folder: Path, repeats: int) -> tuple[int, tuple[float, float]]:
+    """Rows of a log, and what the command takes to convert it."""
     rows = pl.scan_parquet(source).select(pl.len()).collect().item()
     print(f"convert {rows:,} rows")
+    out = folder / "out.parquet"
+    whole = command("-m", "prismtrace.cli", "convert", source, "-o", out, repeats=repeats)
+    show("  command", whole, rows)
     show(
-        "  read, link and match, in memory",
+        "  read, link and match, in process",
         timed(lambda: operations_trace([source]), repeats),
         rows,
     )
-    out = folder / "out.parquet"
+    show("  the same, with the table", timed(lambda: table(source), repeats), rows)
     show("  the same, written as Parquet", timed(lambda: convert(source, out), repeats), rows)
-    show("  command", command("-m", "prismtrace.cli", "convert", source, "-o", out), rows)
+    written = pl.read_parquet(out)
+    show("  only writing a table that is there", timed(lambda: write(written, out), repeats), rows)
+    return rows, whole
+
+
+def table(source: Path) -> pl.DataFrame:
+    return operations_trace([source])[0].collect()
+
+
+def write(rows: pl.DataFrame, path: Path) -> None:
+    rows.lazy().sink_parquet(
+        path, compression="zstd", compression_level=1, row_group_size=ROW_GROUP_ROWS
+    )
 
 
 def stragglers(source: Path, folder: Path, repeats: int) -> None:
@@ -116,9 +139,12 @@ def main() -> None:
         sys.exit(f"no data at {source}; set PRISM_TEST_DATA")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        conversions(source, folder, arguments.repeats)
+        rows, whole = conversions(source, folder, arguments.repeats)
         if arguments.rows:
-            conversions(repeated(source, arguments.rows, folder), folder, 1)
+            longer = repeated(source, arguments.rows, folder)
+            more, longest = conversions(longer, folder, arguments.repeats)
+            rest = (longest[0] - whole[0], longest[1] - whole[1])
+            show("  command, without start-up", rest, more - rows)
         print("stragglers of SE")
         stragglers(source, folder, arguments.repeats)
 
