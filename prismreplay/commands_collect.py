@@ -237,24 +237,14 @@ def _print(report: CollectReport) -> None:
             2, ("warning", f"{report.uneven_all_to_all:,} all_to_all of replicas differ in size")
         )
     if report.recording is not None:
-        recording = report.recording
-        rows.append(
-            (
-                "tensors",
-                f"{recording.tensors:,} of {recording.nbytes / 1e6:,.1f} MB, "
-                + f"{recording.stored_bytes / 1e6:,.1f} MB on disk in {recording.folder}",
-            )
-        )
+        kept = report.recording
+        sizes = f"{kept.nbytes / 1e6:,.1f} MB, {kept.stored_bytes / 1e6:,.1f} MB on disk"
+        rows.append(("tensors", f"{kept.tensors:,} of {sizes} in {kept.folder}"))
     if report.unreceived:
         rows.append(("warning", f"{report.unreceived:,} messages were never received"))
     if report.cleaned.folders or report.cleaned.processes:
-        rows.append(
-            (
-                "cleaned up",
-                f"{console.counted(len(report.cleaned.processes), 'process')} and "
-                f"{console.counted(len(report.cleaned.folders), 'folder')} of dead runs",
-            )
-        )
+        processes, folders = map(len, (report.cleaned.processes, report.cleaned.folders))
+        rows.append(("cleaned up", f"of dead runs: {processes} processes, {folders} folders"))
     for name, text in rows:
         print(f"{name + ':':<18} {text}")
     console.announce_output(report.output)

@@ -102,9 +102,7 @@ class Connection:
 class CollectPending:
     """An operation that the coordinator has; see `prismreplay.runtime.roles.Pending`."""
 
-    def __init__(
-        self, connection: Connection, ticket: int, op: Op, outputs: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, connection: Connection, ticket: int, outputs: Sequence[Tensor]) -> None:
         self.source: int | None = None
         self._connection = connection
         self._ticket = ticket
@@ -223,7 +221,7 @@ class CollectRole:
         parcel.close()
         if op.call is op.call.SEND:
             return _Done()
-        return CollectPending(self._connection, ticket, op, outputs)
+        return CollectPending(self._connection, ticket, outputs)
 
     def make_store(self, namespace: str) -> Any:
         """The store that rendezvous hands to the program."""

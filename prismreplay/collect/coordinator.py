@@ -378,7 +378,7 @@ class Coordinator:
         state.answers.append(sent)
         state.lent = False
         self.turns.release(question.rank)
-        self.turns.make_ready(question.rank)
+        self.turns.make_ready(question.rank, patient=True)
 
     def _try_store(self, question: _Question) -> Sent | None:
         if question.store is None:

@@ -33,6 +33,8 @@ class Blocked:
             keys = ", ".join(repr(_bare(key)) for key in self.keys[:4])
             more = f" and {len(self.keys) - 4} more" if len(self.keys) > 4 else ""
             return f"store {self.store} until somebody sets {keys}{more}"
+        if self.op.call.kind.is_p2p:
+            return operation(self.op)  # names its partner
         return f"{operation(self.op)} for {_ranks(self.missing)}"
 
 
@@ -95,8 +97,7 @@ def _report(blocked: Sequence[Blocked], ended: Mapping[int, int]) -> str:
     lines = ["who waits for whom:"]
     for (what, site), ranks in list(alike.items())[:MOST_LINES]:
         at = f"  at {site}" if site else ""
-        verb = "waits" if len(ranks) == 1 else "wait"
-        lines.append(f"  {_ranks(ranks)} {verb} in {what}{at}")
+        lines.append(f"  {_ranks(ranks)} {_verb('wait', ranks)} in {what}{at}")
     if len(alike) > MOST_LINES:
         lines.append(f"  ... and {len(alike) - MOST_LINES} more kinds of waits")
     if ended:
@@ -108,6 +109,10 @@ def _ranks(ranks: Sequence[int]) -> str:
     if not ranks:
         return "nobody"
     return f"rank{'' if len(ranks) == 1 else 's'} {format_ranks(sorted(ranks))}"
+
+
+def _verb(verb: str, ranks: Sequence[int]) -> str:
+    return f"{verb}s" if len(ranks) == 1 else verb
 
 
 def _bare(key: str) -> str:

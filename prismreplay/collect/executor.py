@@ -198,12 +198,10 @@ def _scatter(members: Sequence[Request], writer: ParcelWriter) -> Spans:
 
 def _all_to_all(members: Sequence[Request], writer: ParcelWriter) -> Spans:
     """N tensors a member; those for one receiver are written end to end."""
-    found = []
-    for place in range(len(members)):
-        found.append(
-            [_copy(request, _spans(request.op.inputs)[place], writer) for request in members]
-        )
-    return found
+    return [
+        [_copy(request, _spans(request.op.inputs)[place], writer) for request in members]
+        for place in range(len(members))
+    ]
 
 
 def _all_to_all_single(members: Sequence[Request], writer: ParcelWriter) -> Spans:

@@ -204,5 +204,5 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def torch_dtype(spec: TensorSpec) -> Any:
-    """torch's element type of `spec`."""
+    """The element type of `spec` in torch."""
     return getattr(torch, spec.dtype.value)

@@ -14,7 +14,8 @@ from prismtrace.output import output_error
 __all__ = ["RankLogs", "Streams"]
 
 _READ_SIZE = 1 << 16
-_TAIL_BYTES = 4096
+_TAIL_BYTES = 8192
+_OUR_FRAMES = f'  File "{Path(__file__).parent}'
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,12 @@ class RankLogs:
             with self.path(rank).open("rb") as file:
                 file.seek(0, os.SEEK_END)
                 file.seek(max(0, file.tell() - _TAIL_BYTES))
-                return file.read().decode(errors="replace").strip()
+                text = file.read().decode(errors="replace").strip()
         except OSError:
             return ""
+        # What Python says of a crash ends with frames that are ours, and a list of modules.
+        before, crash, stack = text.rpartition("Fatal Python error")
+        return before + crash + stack.partition(_OUR_FRAMES)[0].rstrip() if crash else text
 
     def _pass_on(self, shown: _Shown, data: bytes, *, last: bool = False) -> None:
         """Whole lines only, so that those of several ranks and streams do not mix."""

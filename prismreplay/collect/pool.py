@@ -25,6 +25,8 @@ import types
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from importlib import util
+from pathlib import Path
 from typing import Any
 
 from prismreplay.collect.client import CollectRole, Connection
@@ -56,6 +58,11 @@ _PRELOADED = (
 )
 
 _PR_SET_PDEATHSIG = 1
+_NOT_THE_PROGRAM = tuple(
+    str(Path(found.origin).parent)
+    for name in ("torch", "prismreplay")
+    if (found := util.find_spec(name)) is not None and found.origin
+)
 
 
 @dataclass(frozen=True)
@@ -258,13 +265,13 @@ def _connect_streams(streams: Streams) -> None:
     for descriptor in {nothing, streams.out, streams.err}:
         if descriptor > 2:
             os.close(descriptor)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115, PTH123
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = _text_stream(1, "strict")  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _text_stream(2, "backslashreplace")  # type: ignore[misc]
 
 
 def _text_stream(number: int, errors: str) -> Any:
-    return open(number, "w", buffering=1, encoding="utf-8", errors=errors, closefd=False)  # noqa: PTH123, SIM115
+    return open(number, "w", buffering=1, encoding="utf-8", errors=errors, closefd=False)
 
 
 def _reseed() -> None:
@@ -293,9 +300,20 @@ def _failure(error: BaseException) -> tuple[str, str | None, str, str | None, st
         traceback.format_exception(type(error), error, _own_frames(error.__traceback__))
     )
     if isinstance(error, PrismError):
-        return "failed", error.code, error.message, error.where, error.hint, report
+        places = [place for place in (_last_line(error), error.where) if place]
+        return "failed", error.code, error.message, ", ".join(places) or None, error.hint, report
     text = traceback.format_exception_only(type(error), error)[-1].strip()
     return "failed", None, text, None, None, report
+
+
+def _last_line(error: BaseException) -> str:
+    """The program's own line that was being executed: `train.py:41`."""
+    lines = [
+        f"{Path(frame.filename).name}:{frame.lineno}"
+        for frame in traceback.extract_tb(_own_frames(error.__traceback__))
+        if not frame.filename.startswith(_NOT_THE_PROGRAM)
+    ]
+    return lines[-1] if lines else ""
 
 
 def _show(error: BaseException) -> None:

@@ -55,7 +55,7 @@ def thrifty(view: View) -> Choice | None:
     collectives. Then the rank for which most others wait; among equals, who has waited longest.
     """
     ready = set(view.ready)
-    usable = []
+    usable: list[int] = []
     for slot in view.free:
         resident = view.residents[slot]
         if resident in ready:
@@ -99,6 +99,7 @@ class Turns:
         self._residents: list[int | None] = [None] * slots
         self._slot_of: dict[int, int] = {}
         self._ready: dict[int, None] = {}
+        self._patient: set[int] = set()
 
     @property
     def running(self) -> Collection[int]:
@@ -110,13 +111,16 @@ class Turns:
         """Ranks that could compute, the longest ready first."""
         return self._ready.keys()
 
-    def make_ready(self, rank: int) -> None:
-        """`rank` can go on."""
+    def make_ready(self, rank: int, *, patient: bool = False) -> None:
+        """`rank` can go on; a patient one only asks again, and lets all others go first."""
         self._ready[rank] = None
+        if patient:
+            self._patient.add(rank)
 
     def release(self, rank: int, *, ended: bool = False) -> None:
         """`rank` is blocked, or has ended; its slot is free if it held one."""
         self._ready.pop(rank, None)
+        self._patient.discard(rank)
         slot = self._slot_of.pop(rank, None)
         if ended or not self._keep:
             self._residents = [None if one == rank else one for one in self._residents]
@@ -134,8 +138,10 @@ class Turns:
             free = [slot for slot in range(len(self._residents)) if slot not in busy]
             if not free:
                 break
+            eager = [rank for rank in self._ready if rank not in self._patient]
+            ready = eager or list(self._ready)
             choice = self._policy(
-                View(list(self._ready), free, self._residents, self.running, awaited, urgency)
+                View(ready, free, self._residents, self.running, awaited, urgency)
             )
             if choice is None:
                 break
@@ -150,6 +156,7 @@ class Turns:
             self._residents = [None if one == rank else one for one in self._residents]
             self._residents[slot] = rank
         del self._ready[rank]
+        self._patient.discard(rank)
         self._slot_of[rank] = slot
         self.taken[rank] += 1
         self.most_running = max(self.most_running, len(self._slot_of))

@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from prismreplay.collect.coordinator import Coordinator
 from prismreplay.collect.handover import Parcel
@@ -20,7 +19,7 @@ from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.messages import Message, unpack_op
 from prismreplay.collect.pool import RankProcess
 from prismreplay.collect.watching import IdleWatch, MemoryWatch, cpu_seconds
-from prismreplay.errors import RankFailedError
+from prismreplay.errors import RankFailedError, ReplayError
 from prismreplay.runtime.operations import Group
 
 __all__ = ["Service"]
@@ -255,26 +254,20 @@ class Service:
                 report=report,
                 hint="the traceback of that rank is above; the other ranks were stopped",
             )
+        report = self._logs.tail(rank)
+        hint = "the other ranks were stopped"
+        if report:
+            hint = "the end of what it printed is above; the other ranks were stopped"
         if code > 0:
-            return RankFailedError(
-                f"rank {rank} ended with exit code {code}",
-                where=str(log),
-                report=self._logs.tail(rank),
-                hint="the end of what it printed is above; the other ranks were stopped",
-            )
-        name = signal.Signals(-code).name
-        hint = "the end of what it printed is above; the other ranks were stopped"
+            what = f"ended with exit code {code}"
+        else:
+            what = f"was killed by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:
             hint = (
                 "most likely the machine ran out of memory: use fewer ranks or a smaller model, or "
                 "look into the kernel's log (dmesg)"
             )
-        return RankFailedError(
-            f"rank {rank} was killed by {name}",
-            where=str(log),
-            report=self._logs.tail(rank),
-            hint=hint,
-        )
+        return RankFailedError(f"rank {rank} {what}", where=str(log), report=report, hint=hint)
 
     def _collect_status(self, one: RankProcess, flags: int) -> int | None:
         pid, status, usage = os.wait4(one.pid, flags)
@@ -306,7 +299,7 @@ def _group(message: Message) -> Group:
     return Group(name, tuple(ranks), place, backend, generation, desc)
 
 
-def _error_class(code: Any) -> Any:
+def _error_class(code: str | None) -> type[ReplayError] | None:
     """The class of our errors that a rank raised."""
     from prismreplay import errors
 
