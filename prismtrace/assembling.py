@@ -79,6 +79,7 @@ def assemble(
     import polars as pl
 
     from prismtrace.converters.parts import disk_errors, workspace
+    from prismtrace.queueing import begun_later
     from prismtrace.spool import read_spool
     from prismtrace.trace import write_nodes
 
@@ -94,12 +95,17 @@ def assemble(
             (progress or (lambda _: None))(1)
         job.check_ranks(header)
         made = job.header(header, axis_of)
-        parts = [
-            job.complete(rank, pl.scan_parquet(folder / f"{rank}.parquet"), made)
+        parts = {
+            rank: job.complete(rank, pl.scan_parquet(folder / f"{rank}.parquet"), made)
             for rank in sorted(job.ranks)
-        ]
+        }
+        if job.queued:
+            later = begun_later(pl.concat(parts.values()))
+            job.counts["queued-communication"] += later.height
+            parts = {rank: _moved(rows, later, rank) for rank, rows in parts.items()}
+        made = made.model_copy(update={"policies": job.policies(header)})
         with disk_errors(target):
-            write_nodes(made, pl.concat(parts), target)
+            write_nodes(made, pl.concat(parts.values()), target)
     return AssembleReport(
         output=target,
         world_size=made.world_size,
@@ -142,6 +148,8 @@ class _Job:
     """Rank -> rows."""
     cut: set[int] = field(default_factory=set)
     dropped: int = 0
+    queued: bool = False
+    """Start of a communication is when it was issued, not when the backend began with it."""
     counts: Counter[str] = field(default_factory=Counter)
     _facts: dict[int, dict[str, Any]] = field(default_factory=dict)
     _paths: dict[int, Path] = field(default_factory=dict)
@@ -175,6 +183,7 @@ class _Job:
         self._streams[rank] = _stream_labels(spool)
         first = frame.drop_nulls("step").group_by("step", maintain_order=True).first()
         self._steps[rank] = list(first.select("step", "index").iter_rows())
+        self.queued |= bool(spool.facts.get("queued"))
         if (frame["seq"] >= TAG).any():
             self._tagged.add(rank)
         self._timed |= frame["start_ns"].null_count() < frame.height
@@ -230,9 +239,13 @@ class _Job:
             "clock": self._clock() if self._timed else (),
             "steps": tuple(sorted(steps)),
             "axes": known.axes or (_axes(groups, axis_of) if axis_of else {}),
-            "policies": {**known.policies, **{k: n for k, n in sorted(self.counts.items()) if n}},
         }
         return TraceHeader.model_validate({**dict(known), **made})
+
+    def policies(self, known: TraceHeader | None) -> dict[str, int]:
+        """What was assumed, and how often."""
+        before = {} if known is None else known.policies
+        return {**before, **{name: n for name, n in sorted(self.counts.items()) if n}}
 
     def _group_table(self, known: tuple[ProcessGroup, ...]) -> tuple[ProcessGroup, ...]:
         """The groups that ranks joined, and those known besides."""
@@ -300,6 +313,18 @@ class _Job:
             group=pl.col("group").replace_strict(groups, default=None, return_dtype=pl.Int32),
             stream=pl.col("stream").replace_strict(streams, return_dtype=pl.Int16),
         )
+
+
+def _moved(rows: pl.LazyFrame, later: pl.DataFrame, rank: int) -> pl.LazyFrame:
+    """A rank's rows with the times of those that began later."""
+    import polars as pl
+
+    mine = later.lazy().filter(pl.col("rank") == rank).drop("rank")
+    found = rows.join(mine, on="index", how="left", maintain_order="left", suffix="_later")
+    times = ("start_ns", "dur_ns")
+    return found.with_columns(
+        pl.coalesce(f"{name}_later", name).alias(name) for name in times
+    ).drop([f"{name}_later" for name in times])
 
 
 def _without_tags() -> pl.Expr:

@@ -23,9 +23,7 @@ def rank_rows(spool: Spool, counts: Counter[str]) -> pl.DataFrame:
     """Rows in order of their index: columns `rank` and `NODE_FIELDS`.
 
     Counted are communications whose end nobody saw (``unfinished-communication``, they end
-    when they start), rows that were recorded while earlier ones were lost (``lost-rows``)
-    and, where the recorder says that its communications queue up, those that it saw begin
-    before the one ahead of them was over (``queued-communication``).
+    when they start) and rows that were recorded while earlier ones were lost (``lost-rows``).
 
     Raises:
         ValidationError: a value does not fit its column, or a span ends before it starts.
@@ -55,7 +53,7 @@ def rank_rows(spool: Spool, counts: Counter[str]) -> pl.DataFrame:
             where=f"{where} index={backward['index'][0]}",
             hint="times are start_ns, end_ns of time.perf_counter_ns()",
         )
-    return _queued(frame, counts) if spool.facts.get("queued") else frame
+    return frame
 
 
 def _joined(spool: Spool, counts: Counter[str]) -> list[list[Any]]:
@@ -93,20 +91,3 @@ def _lists(name: str, values: tuple[list[int], ...], where: str) -> pl.Series:
     codes: dict[tuple[int, ...], int] = {}
     numbers = [codes.setdefault(tuple(value), len(codes)) for value in values]
     return _series(name, tuple(map(list, codes)), where).gather(numbers)
-
-
-def _queued(frame: pl.DataFrame, counts: Counter[str]) -> pl.DataFrame:
-    """Let a communication start when the one ahead of it on its stream is over.
-
-    Backends take them one by one, so the program's call only puts it into the queue.
-    """
-    communication = pl.col("group").is_not_null()
-    start, end = pl.col("start_ns"), pl.col("start_ns") + pl.col("dur_ns")
-    ahead = end.cum_max().shift(1).over("stream")
-    before_batch = ahead.first().over("stream", "batch")
-    free = pl.when(pl.col("batch").is_null()).then(ahead).otherwise(before_batch)
-    late = (communication & (free > start)).fill_null(value=False)
-    counts["queued-communication"] += frame.select(late.sum()).item()
-    begin = pl.when(late).then(free).otherwise(start)
-    # One that overtook the one ahead of it, on another thread of the backend, takes no time.
-    return frame.with_columns(start_ns=begin, dur_ns=(end - begin).clip(0))

@@ -314,6 +314,23 @@ def test_messages_with_tags_are_numbered_without_gaps(tmp_path):
     assert pt.validate(trace) == []
 
 
+@pytest.mark.parametrize(
+    ("other_end", "begins"), [(260, 200), (130, 130)], ids=["queued", "beside the one ahead"]
+)
+def test_a_communication_begins_when_the_one_ahead_is_over(tmp_path, other_end, begins):
+    for rank, end in enumerate((250, other_end)):
+        with pt.SpanWriter(tmp_path / f"{rank}.spool", rank=rank) as writer:
+            writer.add_fact({"queued": True})
+            writer.group("dp", [0, 1])
+            for seq, times in enumerate([(100, 200 if rank == 0 else 120), (110, end)]):
+                writer.communication("barrier", "dp", seq, *times, stream="sync")
+    report = pt.assemble(tmp_path, tmp_path / "out.parquet")
+    rows = pt.open(report.output).collect().filter(rank=0)
+    assert rows["start_ns"].to_list() == [100, begins]
+    assert (rows["start_ns"] + rows["dur_ns"]).to_list() == [200, 250]
+    assert report.policies == {"queued-communication": 2}
+
+
 def test_the_recorder_needs_neither_polars_nor_torch(repo):
     code = "import sys, prismtrace.recorder; print({'polars', 'torch'} & set(sys.modules))"
     done = subprocess.run(

@@ -252,8 +252,8 @@ def test_messages_belong_to_the_microbatch_they_are_for(tmp_path, pair):
 
 
 def test_times_of_a_recorded_run(tmp_path):
-    now = iter(range(0, 10_000, 100))
-    ranks = [Rank(tmp_path, rank, clock=lambda: next(now)) for rank in range(2)]
+    clocks = [itertools.count(0, 100) for _ in range(2)]
+    ranks = [Rank(tmp_path, rank, clock=clock.__next__) for rank, clock in enumerate(clocks)]
     for rank in ranks:
         first, second = rank.issue(), rank.issue()
         start = rank.recorder.latest[1]

@@ -1,0 +1,188 @@
+"""`prismreplay record`: a true run over gloo becomes a trace, also when it goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib import util
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+import prismcalib
+import prismtrace as pt
+
+pytestmark = pytest.mark.skipif(
+    util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm[replay]'"
+)
+
+TRAINING = """
+import os
+import sys
+import time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+layers = [torch.nn.Linear(128, 128) for _ in range(4)]
+model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.randn(64, 128)).square().mean().backward()
+    # FAULT
+    optimizer.step()
+    optimizer.zero_grad()
+neighbour = 1 - rank
+if rank == 0:
+    dist.send(torch.ones(3), 1)
+else:
+    received = torch.zeros(3)
+    dist.recv(received)
+    dist.irecv(received, 0, tag=3).wait()
+if rank == 0:
+    dist.isend(torch.ones(3), 1, tag=3).wait()
+print("rank", rank, "is done")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def write_program(tmp_path):
+    def write(fault="", text=TRAINING):
+        path = tmp_path / "program.py"
+        path.write_text(dedent(text).replace("# FAULT", fault))
+        return path
+
+    return write
+
+
+def test_a_run_is_recorded_and_explains_itself(tmp_path, write_program, run_command):
+    done = run_command(
+        "prismreplay", "record", "--nproc-per-node", 2, "-o", "run.parquet", "--json",
+        "--", write_program(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 is done" in done.stderr
+    assert "rank 1 is done" in (tmp_path / "run.logs" / "rank-0001.log").read_text()
+    assert not (tmp_path / "run.spools").exists()
+    report = json.loads(done.stdout)
+    assert (report["ranks"], report["steps"]) == ([0, 1], [0, 1, 2, 3])
+    trace = pt.open(tmp_path / "run.parquet")
+    assert pt.validate(trace) == []
+    nodes = trace.collect()
+    assert nodes.height == report["nodes"]
+    assert nodes["start_ns"].null_count() == 0
+    assert set(nodes["phase"].drop_nulls()) == {"other", "forward", "backward", "optimizer"}
+    reductions = nodes.filter(kind="all_reduce", rank=0, step=2)
+    assert len(reductions) > 1, "one for each bucket"
+    messages = nodes.filter(kind="recv").select("peer", "seq", "bytes").rows()
+    assert messages == [(0, 0, 12), (0, 1, 12)]
+    merged = prismcalib.merge(trace).report
+    assert abs(merged.difference_ns) <= merged.recorded_ns // 50
+
+
+def test_any_launcher_will_do(tmp_path, write_program, run_command):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = run_command("prismreplay", "record", "--", *launcher, write_program())
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 is done" in done.stdout
+    assert pt.open(tmp_path / "recorded.parquet").header.steps == (0, 1, 2, 3)
+
+
+def test_hosts_record_apart_and_are_put_together(tmp_path, write_program, run_command):
+    done = run_command(
+        "prismreplay", "record", "--nproc-per-node", 2, "--spools", "host-a", "--", write_program()
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--assemble host-a" in done.stdout
+    again = run_command("prismreplay", "record", "--spools", "host-a", "--", write_program())
+    assert again.returncode == 1
+    assert "spools of another run" in again.stderr
+    made = run_command("prismreplay", "record", "--assemble", "host-a", "-o", "run.parquet")
+    assert made.returncode == 0, made.stderr
+    assert pt.validate(pt.open(tmp_path / "run.parquet")) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("if rank == 1 and step == 2: raise ValueError('no such layer')", "no such layer"),
+        ("if rank == 1 and step == 2: os._exit(3)", "rank 1 ended with exit code 3"),
+        ("if rank == 1 and step == 2: os.kill(os.getpid(), 9)", "rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_a_rank_that_fails_leaves_what_was_recorded(
+    tmp_path, write_program, run_command, fault, told
+):
+    # As a real step would, this one lasts long enough for what is recorded to be written.
+    program = write_program(f"time.sleep(0.7)\n    {fault}")
+    done = run_command(
+        "prismreplay", "record", "--nproc-per-node", 2, "-o", "run.parquet", "--", program
+    )
+    assert done.returncode == 1
+    assert told in done.stderr
+    assert not (tmp_path / "run.parquet").exists()
+    command = next(line for line in done.stderr.splitlines() if "--assemble" in line)
+    words = command.partition("prismreplay ")[2].split()
+    made = run_command("prismreplay", *words)
+    assert made.returncode == 0, made.stderr
+    assert "cut off" in made.stderr
+    trace = pt.open(tmp_path / "run.parquet")
+    assert trace.header.steps in {(0, 1), (0,)}
+    assert pt.validate(trace) == []
+
+
+def test_what_cannot_be_recorded(write_program, run_command):
+    alone = write_program(text="print('nobody to talk to')")
+    done = run_command("prismreplay", "record", "--", alone)
+    assert done.returncode == 1
+    assert "made no process group" in done.stderr
+    done = run_command("prismreplay", "record", "--", "no-such-launcher", alone)
+    assert done.returncode == 1
+    assert "cannot be started" in done.stderr
+    done = run_command("prismreplay", "record", "--nproc-per-node", 2, "--", "no-such-script.py")
+    assert done.returncode == 1
+    assert "the program is not there" in done.stderr
+    assert run_command("prismreplay", "record").returncode == 2
+    done = run_command("prismreplay", "record", "--assemble", "nowhere", "--", alone)
+    assert done.returncode == 2
+    done = run_command("prismreplay", "record", "--assemble", "nowhere")
+    assert done.returncode == 1
+    assert "nowhere" in done.stderr
+
+
+def test_interrupting_ends_all_ranks(tmp_path, write_program, command_env):
+    program = write_program(f"open(f'{tmp_path}/pid-{{rank}}', 'w').write(str(os.getpid()))")
+    program.write_text(program.read_text().replace("optimizer.step()", "time.sleep(60)"))
+    command = subprocess.Popen(
+        ["prismreplay", "record", "--nproc-per-node", "2", "--", str(program)],
+        cwd=tmp_path,
+        env=command_env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    limit = time.monotonic() + 60
+    while not all(path.exists() and path.read_text() for path in pids):
+        assert time.monotonic() < limit
+        assert command.poll() is None
+        time.sleep(0.1)
+    command.send_signal(signal.SIGTERM)
+    assert command.wait(20) == 143
+    for path in pids:
+        assert not Path(f"/proc/{path.read_text()}").exists()
+
+
+def test_other_programs_are_left_alone(run_command):
+    code = "import torch, sys; print('prismreplay.runtime.recording' in sys.modules)"
+    done = run_command("python", "-c", code)
+    assert done.stdout.strip() == "False"
+    assert "PRISMREPLAY_ROLE" not in os.environ
