@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from prismreplay.collect import stale
-from prismreplay.collect.coordinator import Coordinator
+from prismreplay.collect.coordinator import Coordinator, Counts
 from prismreplay.collect.executor import Executor
 from prismreplay.collect.gloo_order import FOLD_ORDER
 from prismreplay.collect.handover import Place
@@ -28,7 +28,7 @@ from prismreplay.collect.programs import ProgramCall
 from prismreplay.collect.scheduling import count_switches, in_turn
 from prismreplay.collect.scouting import scout
 from prismreplay.collect.serving import Service
-from prismreplay.errors import ReplayError
+from prismreplay.errors import ProgramError, ReplayError
 from prismreplay.tensors.choices import Recording, TensorChoices
 from prismreplay.tensors.folding import Folding, fold
 from prismreplay.tensors.recording import RecordingSummary
@@ -135,7 +135,7 @@ def collect(
         progress: told twice a second how many ranks have ended, and what else there is to say.
 
     Raises:
-        ProgramError: the program cannot be started.
+        ProgramError: the program cannot be started, or never communicates.
         RankFailedError: a rank failed.
         DeadlockError: ranks wait for what never comes.
         MismatchError: communications of two ranks do not fit.
@@ -161,6 +161,7 @@ def collect(
         with os_limit_of_files(options.world_size) as limits:
             run = _Run(job.limited(limits), options, logs, folder)
             run.perform(target, progress)
+        _require_communication(run.coordinator.counts, program)
         made = run.assemble(target)
     turns = run.coordinator.turns
     naive = count_switches(run.coordinator.program, options.slots, in_turn, keep=False)
@@ -189,6 +190,16 @@ def collect(
         policies=dict(made.policies),
         cleaned=cleaned,
     )
+
+
+def _require_communication(counts: Counts, program: ProgramCall) -> None:
+    if not counts.collectives + counts.messages + counts.supplied:
+        raise ProgramError(
+            "the program ended without any communication between its ranks",
+            where=program.path,
+            hint="it has to call torch.distributed.init_process_group and train in parallel; does "
+            "it start ranks itself? Let it be one rank, as under torchrun",
+        )
 
 
 class _Run:
