@@ -74,6 +74,7 @@ class Installation:
         if not role.wants_real_groups:
             self._register_backend()
             self._replace_stores()
+            self._let_errors_through()
 
     def remove(self) -> None:
         """Put everything back."""
@@ -189,6 +190,19 @@ class Installation:
                 return given
 
         self._replace(c10d, "BackendConfig", Config)
+
+    def _let_errors_through(self) -> None:
+        """torch logs an error of a group called nccl with NCCL's version, which may not exist."""
+        logger = importlib.import_module("torch.distributed.c10d_logger")
+        describe = logger._get_msg_dict  # noqa: SLF001
+
+        def _get_msg_dict(func_name: str, *arguments: Any, **keywords: Any) -> dict[str, Any]:
+            try:
+                return dict(describe(func_name, *arguments, **keywords))
+            except AttributeError:
+                return {"func_name": func_name}
+
+        self._replace(logger, "_get_msg_dict", _get_msg_dict)
 
     # ---- stores, batches, futures ------------------------------------------------------------
 

@@ -81,14 +81,6 @@ def meshes(rank, size):
     ]
 
 
-def split_by_method(rank, size):
-    half = range(size // 2) if rank < size // 2 else range(size // 2, size)
-    group = dist.group.WORLD.split_group(list(half), group_name=f"half {rank < size // 2}")
-    tensor = numbers(rank)
-    group.allreduce([tensor], dist.AllreduceOptions()).wait()
-    return [tensor, group.size(), group.rank()]
-
-
 def through_methods(rank, size):
     """The methods of a group, as C++-minded programs call them."""
     world = dist.group.WORLD
@@ -136,7 +128,6 @@ FEATURES = (
     of_one,
     in_any_order,
     meshes,
-    split_by_method,
     through_methods,
     destroyed,
     stores,
