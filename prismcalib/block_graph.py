@@ -23,6 +23,7 @@ from prismcalib.rows import ABSENT, COLUMNS, Rows, rows_of
 from prismcalib.step_times import laid_out
 from prismcalib.steps import StepModel
 from prismcalib.waiting import SEND_BYTES, WaitRules, apply_wait_rules, waiting_rows
+from prismtrace.schema import TraceKind
 from prismtrace.trace import Trace
 
 __all__ = ["GRAPH_BYTES", "graph_from_blocks", "step_model", "table_of"]
@@ -49,7 +50,8 @@ def graph_from_blocks(layout: Layout, rules: WaitRules | None = None, *, also: i
     """
     trace, header = layout.trace, layout.trace.header
     require_own_columns(trace)
-    require_rows_of_ranks(set(layout.ranks.tolist()), trace)
+    if header.kind == TraceKind.CALIBRATED:
+        require_rows_of_ranks(set(layout.ranks.tolist()), trace)
     require_memory((GRAPH_BYTES + also) * layout.total, f"a graph of {layout.total:,} operations")
     here = set(header.ranks)
     place = {rank: like for rank, like in (header.symmetry or {}).items() if rank not in here}
@@ -91,9 +93,9 @@ def _numbered_rows(layout: Layout) -> Iterator[tuple[Block, Rows]]:
         if broken.any():
             rank, index = block.nodes.select("rank", "index").row(int(broken.arg_max() or 0))
             raise MergeInputError(
-                "a row of a calibrated trace has no start or duration, or an impossible one",
+                "a row has no start or duration, or an impossible one",
                 where=f"{where} rank={rank} index={index}",
-                hint="merge the recorded run or the slices again",
+                hint="merge again what the trace was made from",
             )
         yield block, rows_of(block.nodes, layout.trace.header, where)
 

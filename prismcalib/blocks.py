@@ -20,7 +20,7 @@ from prismtrace.beside import Part
 from prismtrace.reading import reading
 from prismtrace.trace import Trace
 
-__all__ = ["BLOCK_ROWS", "LARGE_ROWS", "Block", "Layout", "is_large"]
+__all__ = ["BLOCK_ROWS", "LARGE_ROWS", "Block", "HeldTable", "Layout", "Tables", "is_large"]
 
 LARGE_ROWS = 10_000_000
 """More rows than this are not held as a table: that takes about 300 bytes a row."""
@@ -136,6 +136,11 @@ class Layout:
             nodes = self.read(first, last, columns)
             yield Block(first, last, int(self.bounds[first]), nodes)
 
+    def tables(self, columns: Sequence[str | pl.Expr]) -> Iterator[pl.DataFrame]:
+        """Some columns of all rows, block by block."""
+        for block in self.blocks(columns):
+            yield block.nodes
+
     def cuts(self, block_rows: int, ranks_at_once: int = 2**31, step: int = 1) -> list[int]:
         """Rank numbers at which blocks begin, and R."""
         cuts = [0]
@@ -184,6 +189,31 @@ class Layout:
             if begin < end:
                 yield part.rows(offset, begin - at, end - at)
             at, offset = at + size, offset + int(part.counts.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTable:
+    """All rows of a trace in memory, in order; asked like a `Layout`."""
+
+    rows: pl.DataFrame
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of its columns."""
+        return self.rows.columns
+
+    @property
+    def total(self) -> int:
+        """Number of rows."""
+        return self.rows.height
+
+    def tables(self, columns: Sequence[str | pl.Expr]) -> Iterator[pl.DataFrame]:
+        """Some columns of all rows, at once."""
+        yield self.rows.select(columns)
+
+
+Tables = HeldTable | Layout
+"""Node tables of whole ranks that together are those of a trace, in order."""
 
 
 def _counts(part: Part) -> Iterator[tuple[int, int]]:

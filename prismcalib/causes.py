@@ -30,14 +30,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from prismcalib.blocks import Tables
 from prismcalib.computing import computing_times, longer_than_others, others_median
-from prismcalib.graph import Int64Array
+from prismcalib.graph import Int32Array, Int64Array
 from prismcalib.peers import Peers, operation_sorts
 from prismcalib.places import Places, group_family
 from prismcalib.wording import RankNames, parts_of_spans, percent_text
@@ -45,7 +47,10 @@ from prismtrace.schema import LOCAL_KINDS, Kind, TraceHeader
 
 __all__ = ["Cause", "find_causes"]
 
-Simulate = Callable[[Sequence[Int64Array]], NDArray[np.float64]]
+Durations = Callable[[], Int64Array]
+"""Makes a set of durations; made only when it is its turn, since each takes 8 bytes a row."""
+
+Simulate = Callable[[Sequence[Durations]], NDArray[np.float64]]
 
 _SLOW = 1.05
 """A rank or stage that takes 5 % longer than its peers stands out of usual spreads of 1 to 2 %."""
@@ -93,18 +98,18 @@ class Cause:
 
 @dataclass(frozen=True, eq=False)
 class _Suspect:
-    """A cause before it is known what it costs; `durations` is int64[n] without it."""
+    """A cause before it is known what it costs; `durations` makes int64[n] without it."""
 
     kind: str
     where: str
     without: str
     evidence: str
     advice: str
-    durations: Int64Array
+    durations: Durations
 
 
 def find_causes(
-    rows: pl.DataFrame,
+    nodes: Tables,
     header: TraceHeader,
     places: Places,
     simulate: Simulate,
@@ -115,7 +120,7 @@ def find_causes(
     """Name the causes that cost half a percent of the step time or more, largest first.
 
     Args:
-        rows: of the trace, in graph order.
+        nodes: of the trace, in graph order.
         header: of the trace.
         places: stages and replicas of its ranks.
         simulate: mean step time without launch delays for each of some sets of durations.
@@ -124,10 +129,10 @@ def find_causes(
         peers: what the tables of parts compare with; causes say how they differ from it.
     """
     suspects = [
-        *_slow_ranks_and_stages(rows, header, places, actual, peers),
-        *_slow_groups(rows, header, actual),
+        *_slow_ranks_and_stages(nodes, header, places, actual, peers),
+        *_slow_groups(nodes, header, actual),
     ]
-    times = simulate([actual, *(suspect.durations for suspect in suspects)])
+    times = simulate([lambda: actual, *(suspect.durations for suspect in suspects)])
     now = float(times[0]) or 1.0
     causes = [
         Cause(
@@ -160,39 +165,71 @@ def _launch_delays(without: float, base: float) -> Cause:
 # --- computation ------------------------------------------------------------------------------
 
 
+_UNIT = ["rank", "step", "phase", "microbatch", "chunk"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """The m rows of computation that are compared, by unit: rank, step, microbatch and so on.
+
+    Attributes:
+        row, unit: int32[m], number of the row, and of the unit it is in.
+        units: `_UNIT`, stage, duration of each.
+    """
+
+    row: Int32Array
+    unit: Int32Array
+    units: pl.DataFrame
+
+    @classmethod
+    def of(cls, nodes: Tables, places: Places, actual: Int64Array) -> _Work:
+        is_work = pl.col("kind").cast(pl.String) == Kind.COMPUTE.value
+        passes = pl.col("phase").cast(pl.String).is_in(["forward", "backward"])
+        named = is_work & passes.fill_null(value=False)
+        if any(table.select(named.any()).item() for table in nodes.tables(["kind", "phase"])):
+            is_work = named
+        rows, numbers, units = [], [], []
+        first = known = 0
+        for table in nodes.tables([*_UNIT, is_work.alias("work")]):
+            row = np.flatnonzero(table["work"].to_numpy())
+            work = table[row].select(_UNIT).with_columns(duration=actual[row + first])
+            found = work.group_by(_UNIT, maintain_order=True).agg(pl.col("duration").sum())
+            number = found.select(*_UNIT, unit=pl.int_range(pl.len(), dtype=pl.Int32))
+            unit = work.join(number, on=_UNIT, how="left", nulls_equal=True, maintain_order="left")
+            rows.append((row + first).astype(np.int32))
+            numbers.append(unit["unit"].to_numpy() + np.int32(known))
+            units.append(found)
+            first, known = first + table.height, known + found.height
+        whole = pl.concat(units)
+        stage = pl.Series(places.stage[whole["rank"].to_numpy()])
+        return cls(np.concatenate(rows), np.concatenate(numbers), whole.with_columns(stage=stage))
+
+    def scaled(self, actual: Int64Array, factor: NDArray[np.float64]) -> Int64Array:
+        """int64[n], durations with those of every unit multiplied."""
+        durations = actual.copy()
+        durations[self.row] = np.rint(actual[self.row] * factor[self.unit])
+        return durations
+
+
 def _slow_ranks_and_stages(
-    rows: pl.DataFrame, header: TraceHeader, places: Places, actual: Int64Array, peers: Peers
+    nodes: Tables, header: TraceHeader, places: Places, actual: Int64Array, peers: Peers
 ) -> Iterator[_Suspect]:
-    kind = rows["kind"].cast(pl.String)
-    is_work = (kind == Kind.COMPUTE.value) & rows["phase"].cast(pl.String).is_in(
-        ["forward", "backward"]
-    ).fill_null(value=False)
-    if not is_work.any():
-        is_work = kind == Kind.COMPUTE.value
-    number = np.flatnonzero(is_work.to_numpy())
-    if not len(number):
+    work = _Work.of(nodes, places, actual)
+    if not len(work.row):
         return
-    rank = rows["rank"].to_numpy()[number]
-    work = rows.select("rank", "step", "phase", "microbatch", "chunk")[number].with_columns(
-        row=pl.Series(number),
-        stage=pl.Series(places.stage[rank]),
-        duration=pl.Series(actual[number]),
-    )
-    unit = ["rank", "step", "phase", "microbatch", "chunk"]
     units = (
-        work.group_by(unit, maintain_order=True)
-        .agg(pl.col("duration").sum(), pl.col("stage").first())
+        work.units.with_row_index("unit")
         .filter(pl.col("duration") > 0)
         .with_columns(typical=pl.col("duration").median().over("stage", "phase", "chunk"))
         .filter(pl.col("typical") > 0)
         .with_columns(relative=pl.col("duration") / pl.col("typical"))
     )
-    yield from _rank_suspects(_slow_ranks(rows, places, units), rows, header, actual)
+    yield from _rank_suspects(_slow_ranks(nodes, places, units), nodes, header, actual)
     yield from _stage_suspects(units, places, work, actual, peers)
     yield from _sequence_suspects(units, work, actual)
 
 
-def _slow_ranks(rows: pl.DataFrame, places: Places, units: pl.DataFrame) -> pl.DataFrame:
+def _slow_ranks(nodes: Tables, places: Places, units: pl.DataFrame) -> pl.DataFrame:
     """Ranks that compute longer than the others of their stage, step by step, slowest first.
 
     Columns rank, stage, longer and device_longer (than the median of the others, with and
@@ -207,7 +244,9 @@ def _slow_ranks(rows: pl.DataFrame, places: Places, units: pl.DataFrame) -> pl.D
         .with_columns(peers=pl.len().over("stage") - 1)
         .filter((pl.col("factor") > _SLOW) & (pl.col("often") >= _OFTEN) & (pl.col("peers") > 0))
     )
-    times = computing_times(rows)
+    columns = ["rank", "kind", "start_ns", "dur_ns"]
+    columns += [name for name in ("x_busy_ns",) if name in nodes.columns]
+    times = pl.concat(computing_times(table) for table in nodes.tables(columns))
     stage = pl.Series(places.stage[times["rank"].to_numpy()])
     times = times.with_columns(
         local_peers=others_median(times["local_ns"], stage),
@@ -224,17 +263,13 @@ def _slow_ranks(rows: pl.DataFrame, places: Places, units: pl.DataFrame) -> pl.D
 
 
 def _rank_suspects(
-    slow: pl.DataFrame, rows: pl.DataFrame, header: TraceHeader, actual: Int64Array
+    slow: pl.DataFrame, nodes: Tables, header: TraceHeader, actual: Int64Array
 ) -> Iterator[_Suspect]:
     parts, names = parts_of_spans(header), RankNames.of(header)
-    local = rows["kind"].cast(pl.String).is_in([kind.value for kind in LOCAL_KINDS])
+    slow = slow.head(_MOST_OF_A_SORT)
+    computing = _computing_rows(nodes, slow["rank"].to_list())
     columns = ("rank", "stage", "longer", "device_longer", "often", "peers")
-    for rank, stage, longer, device, often, peers in (
-        slow.head(_MOST_OF_A_SORT).select(columns).rows()
-    ):
-        chosen = (local & (rows["rank"] == rank)).to_numpy()
-        durations = actual.copy()
-        durations[chosen] = np.rint(actual[chosen] / (1 + longer))
+    for rank, stage, longer, device, often, peers in slow.select(columns).rows():
         # More than half of what it is late is not the kernels' own time.
         host = device < longer / 2
         others = f"the other {peers} ranks" if peers > 1 else "the other rank"
@@ -256,12 +291,32 @@ def _rank_suspects(
             "see what keeps its host from launching: other processes, pinning, CPU frequency"
             if host
             else "compare its share of the data first, then its device's clocks, temperature and memory errors",
-            durations,
+            partial(_divided, actual, computing[rank], 1 + longer),
         )
 
 
+def _computing_rows(nodes: Tables, ranks: Sequence[int]) -> dict[int, Int64Array]:
+    """Numbers of all computations and copies of some ranks."""
+    found: dict[int, list[Int64Array]] = {rank: [np.empty(0, np.int64)] for rank in ranks}
+    local = pl.col("kind").cast(pl.String).is_in([kind.value for kind in LOCAL_KINDS])
+    first = 0
+    for table in nodes.tables(["rank", local.alias("local")]) if ranks else ():
+        computing = np.where(table["local"].to_numpy(), table["rank"].to_numpy(), -1)
+        for rank, rows in found.items():
+            rows.append(np.flatnonzero(computing == rank) + first)
+        first += table.height
+    return {rank: np.concatenate(rows) for rank, rows in found.items()}
+
+
+def _divided(actual: Int64Array, rows: Int32Array | Int64Array, by: float) -> Int64Array:
+    """The durations, with those of some rows divided."""
+    durations = actual.copy()
+    durations[rows] = np.rint(actual[rows] / by)
+    return durations
+
+
 def _stage_suspects(
-    units: pl.DataFrame, places: Places, work: pl.DataFrame, actual: Int64Array, peers: Peers
+    units: pl.DataFrame, places: Places, work: _Work, actual: Int64Array, peers: Peers
 ) -> Iterator[_Suspect]:
     if places.stages < 2:
         return
@@ -281,13 +336,8 @@ def _stage_suspects(
     if times[worst] < _SLOW * others:
         return
     # All stages take the mean: an even split of the same work.
-    stage = work["stage"].to_numpy()
-    known = stage >= 0
-    scale = np.ones(places.stages)
+    scale = np.ones(places.stages + 1)  # the last one serves -1
     scale[stages["stage"].to_numpy()] = even / times
-    rows = work["row"].to_numpy()[known]
-    durations = actual.copy()
-    durations[rows] = np.rint(actual[rows] * scale[stage[known]])
     number = int(stages["stage"][worst])
     position = {0: "first", places.stages - 1: "last"}.get(number, "middle")
     why = {
@@ -302,13 +352,11 @@ def _stage_suspects(
         f"computes {times[worst] / 1e6:,.3f} ms a step, the other stages "
         f"{others / 1e6:,.3f} ms: {times[worst] / others:.3f} times as long; probably {why}",
         "give this stage fewer layers, or spread its extra work",
-        durations,
+        lambda: work.scaled(actual, scale[work.units["stage"].to_numpy()]),
     )
 
 
-def _sequence_suspects(
-    units: pl.DataFrame, work: pl.DataFrame, actual: Int64Array
-) -> Iterator[_Suspect]:
+def _sequence_suspects(units: pl.DataFrame, work: _Work, actual: Int64Array) -> Iterator[_Suspect]:
     """Forward and backward of one microbatch both long: more work, not a slower device."""
     where = ["rank", "step", "microbatch", "chunk"]
     level = pl.col("duration").median().over("rank", "phase", "chunk")
@@ -324,14 +372,8 @@ def _sequence_suspects(
     alike = both.select(pl.corr("log", "log_backward")).item()
     if spread < _VARIED or alike is None or alike < _ALIKE:
         return
-    factor = relative.select(*where, "phase", ratio=pl.col("level") / pl.col("duration"))
-    changed = work.join(
-        factor, on=[*where, "phase"], how="left", nulls_equal=True, maintain_order="left"
-    )
-    ratio = changed["ratio"].fill_null(1.0).to_numpy()
-    rows = work["row"].to_numpy()
-    durations = actual.copy()
-    durations[rows] = np.rint(actual[rows] * ratio)
+    ratio = np.ones(work.units.height)
+    ratio[relative["unit"].to_numpy()] = (relative["level"] / relative["duration"]).to_numpy()
     yield _Suspect(
         "sequence-lengths",
         "all ranks",
@@ -339,33 +381,25 @@ def _sequence_suspects(
         f"microbatches of one rank differ by {spread:.0%} (one standard deviation), forward and "
         f"backward of the same microbatch alike (correlation {alike:.3f})",
         "batch sequences so that microbatches cost the same (attention grows with the square)",
-        durations,
+        lambda: work.scaled(actual, ratio),
     )
 
 
 # --- communication ----------------------------------------------------------------------------
 
 
-def _slow_groups(rows: pl.DataFrame, header: TraceHeader, actual: Int64Array) -> Iterator[_Suspect]:
-    family = {group.id: group_family(group) for group in header.groups}
+def _slow_groups(nodes: Tables, header: TraceHeader, actual: Int64Array) -> Iterator[_Suspect]:
     names = {group.id: group.name for group in header.groups}
-    table = pl.DataFrame(
-        {
-            "group": rows["group"],
-            "step": rows["step"],
-            "bytes": rows["bytes"],
-            "sort": operation_sorts(rows, header),
-            "duration": actual,
-        }
-    ).with_row_index("row")
-    known = table.filter(pl.col("group").is_not_null() & rows["seq"].is_not_null())
-    if not known.height:
+    row, code, classes = _transfer_classes(nodes, header)
+    if not len(row):
         return
     like = ["family", "sort", "bytes"]
-    known = known.with_columns(
-        family=pl.col("group").replace_strict(family, default=None, return_dtype=pl.String)
+    medians = (
+        pl.DataFrame({"code": code, "duration": actual[row]})
+        .group_by("code")
+        .agg(pl.col("duration").median())
     )
-    steps = known.group_by(*like, "group", "step").agg(pl.col("duration").median())
+    steps = classes.join(medians, on="code", maintain_order="left")
     steps = steps.with_columns(
         relative=pl.col("duration") / pl.col("duration").median().over(*like, "step")
     )
@@ -384,10 +418,8 @@ def _slow_groups(rows: pl.DataFrame, header: TraceHeader, actual: Int64Array) ->
     for group, factor, often, peers, sorts in (
         worst.sort("factor", descending=True).head(_MOST_OF_A_SORT).rows()
     ):
-        hit = known.filter((pl.col("group") == group) & pl.col("sort").is_in(sorts))
-        durations = actual.copy()
-        chosen = hit["row"].to_numpy()
-        durations[chosen] = np.rint(actual[chosen] / factor)
+        hit = classes.filter((pl.col("group") == group) & pl.col("sort").is_in(sorts))
+        chosen = row[np.isin(code, hit["code"].to_numpy())]
         yield _Suspect(
             "slow-network",
             f"group {names.get(group, group)} ({', '.join(sorted(set(sorts)))})",
@@ -395,5 +427,38 @@ def _slow_groups(rows: pl.DataFrame, header: TraceHeader, actual: Int64Array) ->
             f"transfers take up to {factor:.2f} times as long as in its {peers} peers, in "
             f"{often:.0%} of the steps",
             "check the links, switches and placement of this group's hosts",
-            durations,
+            partial(_divided, actual, chosen, factor),
         )
+
+
+def _transfer_classes(
+    nodes: Tables, header: TraceHeader
+) -> tuple[Int32Array, Int32Array, pl.DataFrame]:
+    """Matched communications: their rows and classes int32[m]; what every class is.
+
+    Columns of the latter: code, group, step, bytes, sort, family.
+    """
+    family = {group.id: group_family(group) for group in header.groups}
+    keys = ["group", "step", "bytes", "sort"]
+    matched = pl.col("group").is_not_null() & pl.col("seq").is_not_null()
+    columns: list[str | pl.Expr] = ["name", "kind", "phase", *keys[:3], matched.alias("matched")]
+    rows, codes = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+    known: dict[tuple[Any, ...], int] = {}
+    first = 0
+    for table in nodes.tables(columns):
+        row = np.flatnonzero(table["matched"].to_numpy())
+        some = table[row]
+        some = some.select(*keys[:3], sort=operation_sorts(some, header))
+        own = some.unique(maintain_order=True)
+        numbers = [known.setdefault(key, len(known)) for key in own.rows()]
+        own = own.with_columns(code=pl.Series(numbers, dtype=pl.Int32))
+        code = some.join(own, on=keys, how="left", nulls_equal=True, maintain_order="left")
+        rows.append((row + first).astype(np.int32))
+        codes.append(code["code"].to_numpy())
+        first += table.height
+    schema = {"group": pl.Int32, "step": pl.Int32, "bytes": pl.Int64, "sort": pl.String}
+    classes = pl.DataFrame(list(known), schema=schema, orient="row").with_columns(
+        code=pl.int_range(pl.len(), dtype=pl.Int32),
+        family=pl.col("group").replace_strict(family, default=None, return_dtype=pl.String),
+    )
+    return np.concatenate(rows), np.concatenate(codes), classes

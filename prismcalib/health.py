@@ -147,7 +147,7 @@ def device_health(expected: Source, observed: Source, *, slower: float = SLOWER)
         scatter=sigma,
         compared=compared,
         findings=tuple(
-            _finding(row, _local_of(*tables, row["rank"]), center)
+            _finding(row, _local_of(tables[0], tables[1], row["rank"]), center)
             for row in flagged.iter_rows(named=True)
         ),
     )

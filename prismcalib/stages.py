@@ -7,21 +7,22 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 
+from prismcalib.blocks import Tables
 from prismcalib.places import Places, rank_places
 from prismtrace.schema import Kind, TraceHeader
 
 __all__ = ["job_places", "pipeline_stages"]
 
 
-def job_places(header: TraceHeader, rows: pl.DataFrame) -> Places:
-    """Stages and replicas of all ranks; stages as a report shows them, else as groups tell.
-
-    Args:
-        header: of the trace.
-        rows: of all ranks: kind, group, rank, peer.
-    """
-    sends = rows.filter(pl.col("kind").cast(pl.String) == Kind.SEND.value)
-    stages = pipeline_stages(header, sends.select("group", "rank", "peer").unique())
+def job_places(header: TraceHeader, nodes: Tables) -> Places:
+    """Stages and replicas of all ranks; stages as a report shows them, else as groups tell."""
+    pairs = [
+        table.filter(pl.col("kind").cast(pl.String) == Kind.SEND.value)
+        .select("group", "rank", "peer")
+        .unique()
+        for table in nodes.tables(["kind", "group", "rank", "peer"])
+    ]
+    stages = pipeline_stages(header, pl.concat(pairs))
     places = rank_places(header)
     if stages is None:
         return places

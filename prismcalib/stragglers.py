@@ -17,13 +17,15 @@ that the cause names is taken out, and everything else stays uneven (see `causes
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import polars as pl
 
+from prismcalib.block_graph import graph_from_blocks
+from prismcalib.blocks import HeldTable, Layout, Tables, is_large
 from prismcalib.build import graph_from_trace
 from prismcalib.causes import Cause, find_causes
 from prismcalib.errors import MergeInputError
@@ -33,6 +35,7 @@ from prismcalib.places import Places
 from prismcalib.propagation import Engine, pick_engine, propagate, propagate_batch
 from prismcalib.stages import job_places
 from prismcalib.step_times import counted_steps, step_table, warmup_of
+from prismcalib.steps import step_numbers
 from prismcalib.wording import RankNames
 from prismtrace.schema import TraceHeader, TraceKind
 from prismtrace.trace import Trace, open_trace
@@ -45,6 +48,11 @@ BY: tuple[By, ...] = ("kind", "stage", "replica", "rank", "group")
 # What the durations of the scenarios of one batch may take.
 _BATCH_BYTES = 2**28
 _MOST_SCENARIOS = 64
+# Rows times parts of a sort that take minutes; of large traces fewer parts are simulated.
+_MOST_ROWS = 64 * 10**7
+_FEWEST_PARTS = 8
+# Of a large graph, beside it: typical durations, labels, and two scenarios of durations and ends.
+_RUN_BYTES = 60
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,35 +177,38 @@ def find_stragglers(
         by: what to judge; stages only where sends or process groups tell them, replicas where
             the groups do.
         peers: `auto` compares by `type` in operation-level traces, else by `position`.
-        limit: parts to simulate of each sort, those that differ most from their peers.
+        limit: parts to simulate of each sort, those that differ most from their peers; fewer
+            in traces of more than 5 million rows, eight from 80 million on.
         engine: see `prismcalib.propagate`.
 
     Raises:
         MergeInputError: the trace does not tell transfer from waiting.
     """
     trace = source if isinstance(source, Trace) else open_trace(source)
-    graph, rows = graph_from_trace(trace)
-    _require_transfers(trace, graph, rows)
+    graph, nodes = _opened(trace)
+    _require_transfers(trace, graph, nodes)
     header = trace.header
     chosen: Peers = (
         peers if peers != "auto" else ("type" if is_operation_level(header) else "position")
     )
-    actual = graph.duration_ns
-    ideal, without_peers = peer_durations(rows, header, actual, chosen)
-    timeline = Timeline.of(graph, rows, header, engine)
-    places = job_places(header, rows)
+    timeline = Timeline.of(graph, nodes, header, engine)
+    del graph  # with its lags and releases, which the timeline has not
+    actual = timeline.graph.duration_ns
+    ideal, without_peers = peer_durations(nodes, header, actual, chosen)
+    places = job_places(header, nodes)
     two = timeline.step_ns(np.stack([actual, ideal], axis=1))
     parts: dict[By, tuple[Part, ...]] = {}
     left_out: dict[By, int] = {}
+    most = max(_FEWEST_PARTS, min(limit, _MOST_ROWS // max(nodes.total, 1)))
     for sort in by:
-        names, label = _labels(sort, rows, header, places)
+        names, label = _labels(sort, nodes, header, places)
         if len(names) < 2 and sort != "kind":
             continue
-        worst = _worst(label, actual - ideal, len(names), limit)
+        worst = _worst(label, actual - ideal, len(names), min(limit, most))
         parts[sort] = _judge(timeline, actual, ideal, two, label, names, worst)
         if len(worst) < len(names):
             left_out[sort] = len(names) - len(worst)
-    base = timeline.observed_ns(rows, header)
+    base = timeline.observed_ns(nodes, header)
     return StragglerReport(
         steps=timeline.steps[timeline.warmup :],
         warmup=timeline.warmup,
@@ -207,17 +218,28 @@ def find_stragglers(
         peers=chosen,
         without_peers=without_peers,
         parts=parts,
-        causes=find_causes(rows, header, places, timeline.mean_step_ns, actual, base, chosen),
+        causes=find_causes(nodes, header, places, timeline.mean_step_ns, actual, base, chosen),
         not_simulated=left_out,
         source_ranks=RankNames.of(header).source,
     )
 
 
-def _require_transfers(trace: Trace, graph: Graph, rows: pl.DataFrame) -> None:
+def _opened(trace: Trace) -> tuple[Graph, Tables]:
+    if is_large(trace):
+        layout = Layout.of(trace)
+        return graph_from_blocks(layout, also=_RUN_BYTES), layout
+    graph, rows = graph_from_trace(trace)
+    return graph, HeldTable(rows)
+
+
+def _require_transfers(trace: Trace, graph: Graph, nodes: Tables) -> None:
     """Durations without waiting must be known, or every part would look like the late one."""
     kind = trace.header.kind
-    waits = graph.instance >= 0
-    unknown = bool((rows["transfer_ns"].is_null().to_numpy() & waits).any())
+    unknown, first = False, 0
+    for table in nodes.tables(["transfer_ns"]):
+        waits = graph.instance[first : first + table.height] >= 0
+        unknown |= bool((table["transfer_ns"].is_null().to_numpy() & waits).any())
+        first += table.height
     if kind == TraceKind.CALIBRATED and not unknown:
         return
     if kind == TraceKind.RECORDED and not unknown and len(trace.header.clock) == 1:
@@ -254,18 +276,17 @@ class Timeline:
     engine: Engine
 
     @classmethod
-    def of(cls, graph: Graph, rows: pl.DataFrame, header: TraceHeader, engine: Engine) -> Timeline:
+    def of(cls, graph: Graph, nodes: Tables, header: TraceHeader, engine: Engine) -> Timeline:
         """Take the launch delays out of a graph and find its steps."""
         bare = replace(graph, dep_lag_ns=None, release_ns=None)
         # Dozens of propagations follow: what compiling costs is paid once.
         chosen = pick_engine(graph.rows, _MOST_SCENARIOS) if engine == "auto" else engine
-        numbers = rows["step"].drop_nulls().unique().sort().to_numpy()
-        if len(numbers):
-            given = rows["step"].fill_null(-1).to_numpy()
-            step = np.where(given < 0, -1, np.searchsorted(numbers, given)).astype(np.int32)
-            steps: tuple[int | None, ...] = tuple(numbers.tolist())
-        else:
-            step, steps = np.zeros(graph.rows, np.int32), (None,)
+        given = pl.concat(nodes.tables(["step"]))["step"]
+        step = np.zeros(graph.rows, np.int32)
+        steps: tuple[int | None, ...] = (None,)
+        if given.count():
+            step = step_numbers(given)
+            steps = tuple(given.drop_nulls().unique().sort().to_list())
         return cls(
             graph=bare,
             order=propagate(bare, chosen).order,
@@ -286,13 +307,16 @@ class Timeline:
         return counted_steps(timing.step_ns, self.warmup)
 
     def mean_step_ns(
-        self, scenarios: Sequence[Int64Array]
+        self, scenarios: Sequence[Callable[[], Int64Array]]
     ) -> np.ndarray[Any, np.dtype[np.float64]]:
         """float64[K], mean step time of K sets of durations int64[n], as many at once as fit."""
-        blocks = [
-            self.step_ns(np.stack(scenarios[first : first + self.width], axis=1)).mean(axis=1)
-            for first in range(0, len(scenarios), self.width)
-        ]
+        blocks = []
+        for first in range(0, len(scenarios), self.width):
+            some = scenarios[first : first + self.width]
+            durations = np.empty((self.graph.rows, len(some)), np.int64)
+            for column, make in enumerate(some):
+                durations[:, column] = make()
+            blocks.append(self.step_ns(durations).mean(axis=1))
         return np.concatenate(blocks)
 
     @property
@@ -300,14 +324,17 @@ class Timeline:
         """Scenarios to propagate at once."""
         return max(2, min(_MOST_SCENARIOS, _BATCH_BYTES // (8 * self.graph.rows)))
 
-    def observed_ns(self, rows: pl.DataFrame, header: TraceHeader) -> Int64Array:
+    def observed_ns(self, nodes: Tables, header: TraceHeader) -> Int64Array:
         """int64[S], the same steps as the trace has them, launch delays included."""
-        start, end = pl.col("start_ns"), pl.col("start_ns") + pl.col("dur_ns")
-        inside = rows.filter(pl.Series(self.step >= 0)) if rows["step"].count() else rows.head(0)
-        bounds = inside.group_by("step").agg(start.min(), end_ns=end.max()).sort("step")
-        whole = rows.select(start.min(), end_ns=end.max()).row(0)
-        times = step_table(bounds, header, *whole)["duration_ns"].to_numpy()
-        return counted_steps(times, self.warmup)
+        start, end = pl.col("start_ns").min(), pl.col("end_ns").max()
+        ends = (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns")
+        parts = pl.concat(
+            table.group_by("step").agg(start, end)
+            for table in nodes.tables(["step", "start_ns", ends])
+        )
+        bounds = parts.drop_nulls("step").group_by("step").agg(start, end).sort("step")
+        times = step_table(bounds, header, *parts.select(start, end).row(0))["duration_ns"]
+        return counted_steps(times.to_numpy(), self.warmup)
 
 
 def _separate(graph: Graph, step: Int32Array) -> bool:
@@ -326,26 +353,46 @@ def _separate(graph: Graph, step: Int32Array) -> bool:
 
 
 def _labels(
-    by: By, rows: pl.DataFrame, header: TraceHeader, places: Places
-) -> tuple[list[str], Int64Array]:
-    """Names of the parts, and int64[n] the part of each row (-1: none)."""
-    rank = rows["rank"].to_numpy()
-    if by == "rank":
-        return [str(number) for number in range(header.world_size)], rank.astype(np.int64)
-    if by == "stage":
-        return [str(number) for number in range(places.stages)], places.stage[rank]
-    if by == "replica":
-        return [str(number) for number in range(places.replicas)], places.replica[rank]
+    by: By, nodes: Tables, header: TraceHeader, places: Places
+) -> tuple[list[str], Int32Array]:
+    """Names of the parts, and int32[n] the part of each row (-1: none)."""
     if by == "group":
         number = {group.id: position for position, group in enumerate(header.groups)}
-        label = rows["group"].replace_strict(number, default=-1, return_dtype=pl.Int64)
-        return [group.name for group in header.groups], label.fill_null(-1).to_numpy()
-    text = kind_labels(rows, header)
-    names = sorted(text.drop_nulls().unique())
-    return names, text.cast(pl.Enum(names)).to_physical().cast(pl.Int64).fill_null(-1).to_numpy()
+        label = pl.col("group").replace_strict(number, default=-1, return_dtype=pl.Int32)
+        column = label.fill_null(-1).alias("label")
+        return [group.name for group in header.groups], _joined(nodes, column)
+    if by == "kind":
+        return _kind_labels(nodes, header)
+    rank = _joined(nodes, pl.col("rank").alias("label"))
+    if by == "rank":
+        return [str(number) for number in range(header.world_size)], rank
+    count, place = (
+        (places.stages, places.stage) if by == "stage" else (places.replicas, places.replica)
+    )
+    return [str(number) for number in range(count)], place.astype(np.int32)[rank]
 
 
-def _worst(label: Int64Array, excess: Int64Array, count: int, limit: int) -> Int64Array:
+def _joined(nodes: Tables, label: pl.Expr) -> Int32Array:
+    return np.concatenate([table["label"].to_numpy() for table in nodes.tables([label])])
+
+
+def _kind_labels(nodes: Tables, header: TraceHeader) -> tuple[list[str], Int32Array]:
+    found: dict[str, int] = {}
+    parts = []
+    for table in nodes.tables(["name", "kind", "phase", "group"]):
+        text = kind_labels(table, header)
+        for name in text.drop_nulls().unique().to_list():
+            found.setdefault(name, len(found))
+        part = text.replace_strict(found, default=None, return_dtype=pl.Int32)
+        parts.append(part.fill_null(-1).to_numpy())
+    names = sorted(found)
+    place = {name: position for position, name in enumerate(names)}
+    # The last entry serves -1.
+    sorted_place = np.array([*(place[name] for name in found), -1], np.int32)
+    return names, sorted_place[np.concatenate(parts)]
+
+
+def _worst(label: Int32Array, excess: Int64Array, count: int, limit: int) -> Int64Array:
     """The parts that exist, those that take most longer than their peers first; at most `limit`."""
     total = np.bincount(label + 1, weights=excess, minlength=count + 1)[1:]
     present = np.bincount(label + 1, minlength=count + 1)[1:] > 0
@@ -359,7 +406,7 @@ def _judge(
     actual: Int64Array,
     ideal: Int64Array,
     two: Int64Array,
-    label: Int64Array,
+    label: Int32Array,
     names: Sequence[str],
     chosen: Int64Array,
 ) -> tuple[Part, ...]:
@@ -372,8 +419,8 @@ def _judge(
     block = timeline.width // 2
     for first in range(0, len(chosen), block):
         some = chosen[first : first + block]
-        position = np.full(len(names) + 1, -1, np.int64)  # the last entry serves label -1
-        position[some] = np.arange(len(some))
+        position = np.full(len(names) + 1, -1, np.int32)  # the last entry serves label -1
+        position[some] = np.arange(len(some), dtype=np.int32)
         column = position[label]
         rows = np.flatnonzero(column >= 0)
         durations = np.empty((len(actual), 2 * len(some)), np.int64)

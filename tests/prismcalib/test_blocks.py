@@ -27,6 +27,7 @@ from prismcalib.memory import available_bytes, require_memory
 from prismcalib.paths import critical_path
 from prismcalib.prediction import predict
 from prismcalib.propagation import critical_rows, propagate
+from prismcalib.stragglers import find_stragglers
 from prismcalib.waiting import WaitRules
 from prismcalib.whatif import what_if
 from prismtrace.trace import Trace, open_trace
@@ -285,3 +286,40 @@ def test_coarse_trace(job, grain, block_rows, monkeypatch, tmp_path):
         .equals(whole.nodes.filter(rank).select("id"))
     )
     assert streamed.table.head(5).collect().equals(whole.nodes.head(5))
+
+
+STRAGGLERS = {
+    "slow rank": synth.JobSpec(
+        pp=2, tp=2, dp=4, microbatches=6, steps=3, stragglers={5: 1.3}, launch_gap_ns=3000
+    ),
+    "uneven stages": synth.JobSpec(pp=2, microbatches=8, stragglers=dict.fromkeys(range(4), 1.4)),
+    "one of each": synth.JobSpec(pp=3, tp=1, dp=1, steps=2),
+    "noisy network": synth.JobSpec(pp=1, tp=2, dp=4, steps=3, comm_jitter=1.0, jitter=0.3),
+}
+
+
+@pytest.mark.parametrize("job", STRAGGLERS)
+@pytest.mark.parametrize("peers", ["position", "type"])
+def test_stragglers(job, peers, by_blocks):
+    trace = merge(synth.generate(STRAGGLERS[job])).trace
+    whole = find_stragglers(trace, peers=peers).as_dict()
+    by_blocks()
+    assert find_stragglers(trace, peers=peers).as_dict() == whole
+
+
+def test_stragglers_of_rows_whose_steps_lie_mixed(by_blocks):
+    trace = merge(synth.generate(STRAGGLERS["slow rank"])).trace
+    mixed = trace.collect().with_columns(step=(pl.col("index") % 3).cast(pl.Int32))
+    trace = Trace(header=trace.header, nodes=mixed.lazy())
+    whole = find_stragglers(trace).as_dict()
+    by_blocks()
+    assert find_stragglers(trace).as_dict() == whole
+
+
+def test_fewer_parts_of_large_traces(monkeypatch):
+    trace = merge(synth.generate(STRAGGLERS["slow rank"])).trace
+    assert "rank" not in find_stragglers(trace).not_simulated
+    monkeypatch.setattr("prismcalib.stragglers._MOST_ROWS", 1)
+    fewer = find_stragglers(trace)
+    assert fewer.not_simulated["rank"] == 8
+    assert fewer.parts["rank"][0].name == "5"

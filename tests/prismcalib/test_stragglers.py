@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import prismcalib
 from prismcalib import find_stragglers, merge, synth
+from prismcalib.blocks import HeldTable
 from prismcalib.causes import Cause
 from prismcalib.errors import MergeInputError
 from prismcalib.peers import kind_labels, peer_durations
@@ -242,7 +243,9 @@ def test_stages_are_the_same_in_stragglers_and_report():
     trace = merge(Trace(header, run.nodes)).trace
     assert rank_places(header).stages == 0
     stages = prismcalib.describe_run(trace).pipeline.stage_of
-    assert job_places(header, trace.collect()).stage.tolist() == [stages[rank] for rank in range(4)]
+    assert job_places(header, HeldTable(trace.collect())).stage.tolist() == [
+        stages[rank] for rank in range(4)
+    ]
     assert {part.name for part in find_stragglers(trace).parts["stage"]} == {"0", "1"}
 
 
@@ -368,7 +371,7 @@ def test_peers_by_type_take_the_mean_of_computations_and_the_median_of_transfers
     trace = _trace(tmp_path, logs.simulate(pp=2, dp=2))
     rows = trace.collect().sort("rank", "index")
     duration = np.arange(rows.height, dtype=np.int64) * 7
-    typical, alone = peer_durations(rows, trace.header, duration, "type")
+    typical, alone = peer_durations(HeldTable(rows), trace.header, duration, "type")
     assert alone == 0
     found = rows.select("name", actual=duration, typical=typical)
     compute = found.filter(pl.col("name") == "forward-compute")
@@ -384,7 +387,7 @@ def test_rows_without_a_peer_keep_their_duration():
     run = synth.generate(synth.JobSpec(pp=2, tp=1, dp=1, microbatches=2))
     rows = run.collect().sort("rank", "index")
     duration = rows["dur_ns"].to_numpy()
-    typical, alone = peer_durations(rows, run.header, duration, "position")
+    typical, alone = peer_durations(HeldTable(rows), run.header, duration, "position")
     assert alone == rows.height
     assert np.array_equal(typical, duration)
 
