@@ -55,9 +55,9 @@ def collect(
     tensors: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="RULES|FOLDER|builtin:NAME",
-            help="What communications give instead of what partners would send: rules, or a "
-            "recording. Repeatable; the first that answers counts.",
+            metavar="SOURCE",
+            help="What communications give in place of what partners would send: a file of rules, "
+            "the folder of a recording, or builtin:NAME. The first that answers counts.",
         ),
     ] = None,
     record_tensors: Annotated[
