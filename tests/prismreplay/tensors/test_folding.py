@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from prismreplay.collect.coordinator import Coordinator
+from prismreplay.collect.executor import Executor
+from prismreplay.collect.handover import ParcelWriter, Place
 from prismreplay.errors import FoldError
 from prismreplay.tensors.folding import KnownGroup, fold
 from tests.prismreplay.tensors.operations import op, spec
@@ -117,3 +121,40 @@ def test_data_of_absent_replicas_are_refused():
         found.supply(0, op("broadcast", range(8), 0, outputs=[spec(4)], root=5), [])
     inside = op("broadcast", (0, 2, 4, 6), 0, outputs=[spec(4), spec(4)], root=4)
     assert found.supply(0, inside, []) == [None, None]
+
+
+def test_absent_ranks_contribute_what_their_representative_does():
+    def parcel(*values):
+        writer = ParcelWriter(Place())
+        writer.put_tensor(torch.tensor(values))
+        return writer.finish()
+
+    coordinator = Coordinator((0, 1), 2, Executor(Place()), stands_for={2: 0, 3: 1})
+    ranks = (0, 1, 2, 3)
+    for rank in (0, 1):
+        coordinator.begin(rank)
+    coordinator.grant()
+    for seq, (call, outputs) in enumerate(
+        [("all_reduce", [1]), ("all_gather", [1] * 4), ("reduce_scatter", [1])]
+    ):
+        inputs = [spec(1)] * (4 if call == "reduce_scatter" else 1)
+        for rank in (0, 1):
+            one = op(call, ranks, rank, inputs=inputs, outputs=[spec(n) for n in outputs], seq=seq)
+            if seq == 0:
+                coordinator.join(rank, one.group)
+            coordinator.submit(rank, seq, one, parcel(*[float(rank + 1)] * len(inputs)))
+    coordinator.outbox.clear()
+    found = {}
+    for rank in (0, 1):
+        for seq, count in enumerate((1, 4, 1)):
+            coordinator.wait(rank, 10 + seq, seq)
+            sent = coordinator.outbox.pop()
+            spans = sent.message[4]
+            found[rank, seq] = [
+                sent.parcel.part(span.offset, (1,), torch.float32).item() for span in spans
+            ]
+            assert len(found[rank, seq]) == count
+    # Each replica contributes 1 and 2.
+    assert found[0, 0] == found[1, 0] == [6]
+    assert found[0, 1] == found[1, 1] == [1, 2, 1, 2]
+    assert found[0, 2] == found[1, 2] == [6]
