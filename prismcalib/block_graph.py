@@ -19,14 +19,14 @@ from prismcalib.errors import MergeInputError
 from prismcalib.graph import Graph, Int64Array
 from prismcalib.instances import Channels, members_of
 from prismcalib.memory import require_memory
-from prismcalib.rows import ABSENT, COLUMNS, Rows, rows_of
+from prismcalib.rows import ABSENT, COLUMNS, Rows, UInt8Array, rows_of
 from prismcalib.step_times import laid_out
 from prismcalib.steps import StepModel
 from prismcalib.waiting import SEND_BYTES, WaitRules, apply_wait_rules, waiting_rows
 from prismtrace.schema import TraceKind
 from prismtrace.trace import Trace
 
-__all__ = ["GRAPH_BYTES", "graph_from_blocks", "step_model", "table_of"]
+__all__ = ["GRAPH_BYTES", "chains_from_blocks", "graph_from_blocks", "step_model", "table_of"]
 
 GRAPH_BYTES = 75
 """Memory a row: the arrays of a graph, and what is in use while they are made."""
@@ -53,22 +53,16 @@ def graph_from_blocks(layout: Layout, rules: WaitRules | None = None, *, also: i
     if header.kind == TraceKind.CALIBRATED:
         require_rows_of_ranks(set(layout.ranks.tolist()), trace)
     require_memory((GRAPH_BYTES + also) * layout.total, f"a graph of {layout.total:,} operations")
-    here = set(header.ranks)
-    place = {rank: like for rank, like in (header.symmetry or {}).items() if rank not in here}
-    assembly = Assembly(
-        dict(zip(layout.ranks.tolist(), layout.rows.tolist(), strict=True)),
-        Channels(header, place),
-    )
+    assembly = _assembly(layout)
     roots: list[tuple[Int64Array, Int64Array]] = []
     lasting: list[Int64Array] = []
     first = 0
-    for block, rows in _numbered_rows(layout):
+    for block, rows in _numbered_rows(layout, timed=True):
         members = members_of(rows, header)
         duration = rows.dur.copy()
         known = members.row[rows.transfer[members.row] >= 0]
         duration[known] = rows.transfer[known]
-        source = np.full(len(rows), ABSENT, np.uint8)
-        assembly.place(rows, members, Values(duration=duration, source=source))
+        assembly.place(rows, members, Values(duration=duration, source=_no_source(rows)))
         near = np.diff(rows.offsets) == 0
         near[rows.far_row] = False
         free = np.flatnonzero(near)
@@ -84,13 +78,40 @@ def graph_from_blocks(layout: Layout, rules: WaitRules | None = None, *, also: i
     return _with_rules(graph, layout, WaitRules.of(header) if rules is None else rules, lasting)
 
 
-def _numbered_rows(layout: Layout) -> Iterator[tuple[Block, Rows]]:
+def chains_from_blocks(layout: Layout) -> Graph:
+    """The graph of any trace with durations of 1, no lags and no releases.
+
+    Raises:
+        MergeInputError, MissingMemberError, TooLargeError: see `graph_from_blocks`.
+    """
+    require_own_columns(layout.trace)
+    require_memory(GRAPH_BYTES * layout.total, f"a graph of {layout.total:,} operations")
+    assembly = _assembly(layout)
+    for _, rows in _numbered_rows(layout, timed=False):
+        values = Values(duration=np.ones(len(rows), np.int64), source=_no_source(rows))
+        assembly.place(rows, members_of(rows, layout.trace.header), values)
+    return replace(assembly.graph(_labels(layout)), dep_lag_ns=None)
+
+
+def _assembly(layout: Layout) -> Assembly:
+    header = layout.trace.header
+    here = set(header.ranks)
+    place = {rank: like for rank, like in (header.symmetry or {}).items() if rank not in here}
+    counts = zip(layout.ranks.tolist(), layout.rows.tolist(), strict=True)
+    return Assembly(dict(counts), Channels(header, place))
+
+
+def _no_source(rows: Rows) -> UInt8Array:
+    return np.full(len(rows), ABSENT, np.uint8)
+
+
+def _numbered_rows(layout: Layout, *, timed: bool) -> Iterator[tuple[Block, Rows]]:
     where = ", ".join(str(path) for path in layout.trace.paths[:3]) or "trace"
     for block in layout.blocks(COLUMNS):
         start, dur = block.nodes["start_ns"], block.nodes["dur_ns"]
         broken = start.is_null() | dur.is_null() | (dur < 0)
         broken |= dur > 2**63 - 1 - start.clip(lower_bound=0)
-        if broken.any():
+        if timed and broken.any():
             rank, index = block.nodes.select("rank", "index").row(int(broken.arg_max() or 0))
             raise MergeInputError(
                 "a row has no start or duration, or an impossible one",

@@ -224,39 +224,11 @@ def check(
 
     Example: prismcalib check run.parquet
     """
-    from dataclasses import replace
-
-    import numpy as np
-
-    from prismcalib.build import (
-        require_all_members,
-        require_all_ranks,
-        sorted_rows,
-        structure_graph,
-    )
-    from prismcalib.errors import MissingMemberError
-    from prismcalib.propagation import propagate
+    from prismcalib.checking import check_graph
     from prismtrace.trace import open_trace
 
     with progress("checking"):
-        opened = open_trace(trace)
-        rows = sorted_rows(opened)
-        graph = structure_graph(rows, opened.header)
-        try:
-            require_all_members(graph, rows, opened.header)
-        except MissingMemberError:
-            # Where whole ranks are absent, that is the news.
-            require_all_ranks(rows, opened.header)
-            raise
-        # With durations of 1 the makespan is the number of rows on the longest chain.
-        chain = propagate(replace(graph, duration_ns=np.ones(graph.rows, np.int64))).makespan_ns
-    summary = {
-        "ranks": rows["rank"].n_unique(),
-        "rows": graph.rows,
-        "deps": len(graph.dep_rows),
-        "instances": graph.instances,
-        "longest_chain": chain,
-    }
+        summary = check_graph(open_trace(trace))
     if json:
         print_json(summary)
     else:
@@ -269,7 +241,7 @@ def check(
                 ("instances", "matched communication"),
             )
         )
-        chain_text = counted(chain, "row")
+        chain_text = counted(summary["longest_chain"], "row")
         print(f"no cycle, no member missing: {counts}, the longest chain has {chain_text}")
 
 

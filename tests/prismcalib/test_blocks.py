@@ -10,12 +10,14 @@ from prismcalib import merge, synth
 from prismcalib.block_graph import graph_from_blocks
 from prismcalib.blocks import Layout
 from prismcalib.build import graph_from_trace
+from prismcalib.checking import check_graph
 from prismcalib.coarsening import coarsen
 from prismcalib.comparing import compare
 from prismcalib.edits import Drop, Scale, ScaleGaps, SetDuration, SwapDurations
 from prismcalib.errors import (
     CoverageError,
     MergeInputError,
+    MissingMemberError,
     PredicateError,
     ScenarioError,
     TooLargeError,
@@ -323,3 +325,21 @@ def test_fewer_parts_of_large_traces(monkeypatch):
     fewer = find_stragglers(trace)
     assert fewer.not_simulated["rank"] == 8
     assert fewer.parts["rank"][0].name == "5"
+
+
+def test_check(calibrated, by_blocks):
+    whole = check_graph(calibrated)
+    table = calibrated.collect()
+    short = Trace(
+        header=calibrated.header,
+        nodes=table.filter(
+            (pl.col("rank") != 1) | (pl.col("index") < pl.col("index").max() // 2)
+        ).lazy(),
+    )
+    fewer = Trace(header=calibrated.header, nodes=table.filter(pl.col("rank") != 1).lazy())
+    by_blocks()
+    assert check_graph(calibrated) == whole
+    with pytest.raises(MissingMemberError, match="missing ranks=1"):
+        check_graph(short)
+    with pytest.raises(CoverageError, match="ranks 1 missing"):
+        check_graph(fewer)
