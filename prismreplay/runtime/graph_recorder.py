@@ -20,32 +20,37 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
+from types import FrameType
 
 from prismreplay.runtime.operations import Call, Group, Op
 from prismreplay.runtime.program_position import Place, ProgramPosition
 from prismtrace.recorder import SpanWriter
 from prismtrace.spool import COMPUTE, NODE, TAG
 
-__all__ = ["GraphRecorder", "calling_frame"]
+__all__ = ["GraphRecorder", "calling_frames"]
 
 _RUNTIME = str(Path(__file__).parent)
+_C10D = ("distributed_c10d.py", "c10d_logger.py")
 _P2P = (Call.SEND, Call.RECV)
 
 
-def calling_frame() -> Hashable | None:
-    """Which call of a function of torch.distributed this is; None if it is none.
+def calling_frames() -> Sequence[Hashable]:
+    """Which calls of functions of torch.distributed this is in, innermost first.
 
-    Those that block issue and wait in the same call; nothing else does both.
+    Those that block wait for what they, or a function that they call, have issued.
     """
-    frame = sys._getframe(2)  # noqa: SLF001  the only way to look at the caller
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_RUNTIME):
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001  the only way to look at callers
+    while frame is not None and frame.f_code.co_filename.startswith(_RUNTIME):
         frame = frame.f_back
-    code = frame.f_code
-    # A later frame may lie where an earlier one was, but not of the same function: each waits
-    # for what it has issued itself.
-    return (id(frame), code) if code.co_filename.endswith("distributed_c10d.py") else None
+    calls = []
+    while frame is not None and frame.f_code.co_filename.endswith(_C10D):
+        # A later frame may lie where an earlier one was, but not of a function that waits for
+        # what another call has issued: there is none.
+        calls.append((id(frame), frame.f_code))
+        frame = frame.f_back
+    return calls
 
 
 class GraphRecorder:
@@ -56,7 +61,7 @@ class GraphRecorder:
     Args:
         writer: of this rank.
         clock: now, in ns, for a graph with times; None for a bare graph.
-        caller: see `calling_frame`.
+        callers: see `calling_frames`.
         in_backward: whether this thread is in a backward pass that no hook announced.
 
     Attributes:
@@ -69,7 +74,7 @@ class GraphRecorder:
         writer: SpanWriter,
         *,
         clock: Callable[[], int] | None = None,
-        caller: Callable[[], Hashable | None] = calling_frame,
+        callers: Callable[[], Sequence[Hashable]] = calling_frames,
         in_backward: Callable[[], bool] | None = None,
     ) -> None:
         self.position = ProgramPosition(
@@ -81,7 +86,7 @@ class GraphRecorder:
         self.latest: tuple[int, int] = (-1, 0)
         self._writer = writer
         self._clock = clock or _no_clock
-        self._caller = caller
+        self._callers = callers
         self._next = 0
         self._program = writer.stream("program")
         self._segment: int | None = None
@@ -89,8 +94,8 @@ class GraphRecorder:
         """What was waited for since the last segment ended."""
         self._since = self._clock()
         self._note: str | None = None
-        self._last: tuple[str, int, int | None, Hashable | None] = ("begin", -1, None, None)
-        """The last event: what, which node, its batch, where in the program."""
+        self._last: tuple[str, int, int | None, Sequence[Hashable]] = ("begin", -1, None, ())
+        """The last event: what, which node, its batch, in which calls."""
         self._groups: dict[str, tuple[int, Group, str]] = {}
         self._queues: dict[Hashable, _Queue] = {}
         self._received: Counter[tuple[str, int, int]] = Counter()
@@ -105,8 +110,7 @@ class GraphRecorder:
 
     def joined(self, group: Group) -> None:
         """See `prismreplay.runtime.roles.GraphObserver`."""
-        name = group.name if group.generation == 0 else f"{group.name} ({group.generation})"
-        number = self._writer.group(name, group.ranks, desc=group.desc)
+        number = self._writer.group(group.label, group.ranks, desc=group.desc)
         self._groups[group.key] = (number, group, group.desc)
 
     def issued(self, op: Op) -> int:
@@ -131,7 +135,7 @@ class GraphRecorder:
         )  # fmt: skip
         if op.batch is not None:
             self._batches[index] = op.batch
-        self._last = ("issued", index, op.batch, self._caller())
+        self._last = ("issued", index, op.batch, self._callers())
         self.latest = (index, now or 0)
         self._begin_segment(now)
         return index
@@ -139,7 +143,12 @@ class GraphRecorder:
     def waiting(self, token: int) -> None:
         """See `prismreplay.runtime.roles.GraphObserver`."""
         what, last, batch, where = self._last
-        if what == "issued" and last == token and where is not None and where == self._caller():
+        if (
+            what == "issued"
+            and last == token
+            and where
+            and any(call in where for call in self._callers()[:1])
+        ):
             return
         if what == "waited" and batch is not None and batch == self._batches.get(token):
             return
@@ -152,7 +161,7 @@ class GraphRecorder:
             seq = self._next_received(op, source)
             self._writer.amend(token, peer=source, seq=seq)
         self._waited.append(token)
-        self._last = ("waited", token, self._batches.pop(token, None), None)
+        self._last = ("waited", token, self._batches.pop(token, None), ())
         self._begin_segment(self._clock())
 
     def completed(self, token: int, start_ns: int, end_ns: int) -> None:
@@ -188,7 +197,7 @@ class GraphRecorder:
         """The program moves on from a place."""
         now = self._clock()
         self._add_segment(place, now)
-        self._last = ("moved", -1, None, None)
+        self._last = ("moved", -1, None, ())
         self._begin_segment(now)
 
     def _begin_segment(self, now: int | None) -> None:

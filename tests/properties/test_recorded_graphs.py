@@ -37,7 +37,7 @@ class Rank:
             folder / f"{rank}.spool", rank=rank, world_size=WORLD, background=False
         )
         clock = (lambda: self.now) if timed else None
-        self.recorder = GraphRecorder(writer, clock=clock, caller=lambda: self.where)
+        self.recorder = GraphRecorder(writer, clock=clock, callers=lambda: [self.where])
         self.groups = {}
         for number, ranks in enumerate(groups):
             if rank in ranks:

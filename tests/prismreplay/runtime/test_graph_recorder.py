@@ -20,7 +20,7 @@ class Rank:
     def __init__(self, folder, rank=0, size=2, clock=None, ranks=None):
         self.where = None
         self.writer = pt.SpanWriter(folder / f"{rank}.spool", rank=rank, background=False)
-        self.recorder = GraphRecorder(self.writer, clock=clock, caller=lambda: self.where)
+        self.recorder = GraphRecorder(self.writer, clock=clock, callers=lambda: [self.where])
         self.position = self.recorder.position
         ranks = tuple(ranks or range(size))
         self.group = Group("0", ranks, ranks.index(rank), "gloo", desc="default_pg")
