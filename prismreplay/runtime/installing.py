@@ -157,13 +157,15 @@ class Installation:
     def _create(self, options: Any, backend_options: Any) -> PrismProcessGroup:
         """What torch calls to make a group of the backend we registered."""
         given = self._making
+        group, backends = self._group(given), self._backends(given["backend"])
         return PrismProcessGroup(
-            self._group(given),
+            group,
             self.role,
             self.observer,
             self.futures,
             options.store,
-            self._backends(given["backend"]),
+            backends,
+            real=real_groups.group_of(self.role, group, backends),
             options=backend_options,
         )
 
@@ -192,7 +194,7 @@ class Installation:
         self._replace(c10d, "BackendConfig", Config)
 
     def _let_errors_through(self) -> None:
-        """torch logs an error of a group called nccl with NCCL's version, which may not exist."""
+        """Errors in groups called nccl are logged with NCCL's version, which may not exist."""
         logger = importlib.import_module("torch.distributed.c10d_logger")
         describe = logger._get_msg_dict  # noqa: SLF001
 

@@ -6,9 +6,11 @@ a converted trace of the same job carry the same numbers.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,9 +31,9 @@ _DTYPES: dict[Any, DType] = {
 }
 # Files of these folders are never the program's own line.
 _FOREIGN = tuple(
-    os.path.dirname(os.path.abspath(module.__file__ or "")) + os.sep  # noqa: PTH100, PTH120
-    for module in (torch, prismreplay)
+    str(Path(module.__file__ or "").resolve().parent) + os.sep for module in (torch, prismreplay)
 )
+_STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -130,11 +132,19 @@ def calling_line() -> str:
 
     The innermost frame outside torch and prismreplay; empty when there is none.
     """
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  the documented way to look at one's callers
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  the way to look at one's callers
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_FOREIGN) and not path.startswith("<"):
+        if _is_programs(path):
             name = path.rpartition("/")[2]
             return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
+
+
+@functools.cache
+def _is_programs(path: str) -> bool:
+    """Whether code of this file is the program's, or of a library that it uses."""
+    if path.startswith(("<", *_FOREIGN)) or path.endswith("/typing_extensions.py"):
+        return False
+    return not path.startswith(_STANDARD_LIBRARY) or "-packages/" in path

@@ -23,6 +23,7 @@ from prismreplay.errors import UnsupportedOperationError
 from prismreplay.runtime.futures import FutureQueue
 from prismreplay.runtime.operations import Call, Group, Op
 from prismreplay.runtime.payloads import calling_line, payload_bytes, plain, reduction, spec_of
+from prismreplay.runtime.real_groups import group_of
 from prismreplay.runtime.roles import GraphObserver, Role
 from prismreplay.runtime.works import Batch, JointWork, PrismWork, RealBatch, RealDone
 
@@ -234,7 +235,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         All members call it, each with the ranks of the part that it will be in.
         """
         real = None
-        if self.real is not None:
+        if self._role.wants_real_groups and self.real is not None:
             more = {} if device_types is None else {"device_types": device_types}
             real = self.real.split_group(
                 list(new_ranks), timeout, opts, group_name, group_desc, **more
@@ -244,21 +245,25 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         ranks = tuple(self.group.ranks[rank] for rank in new_ranks)
         name = group_name or f"{self.group.name}:split:{','.join(map(str, ranks))}"
         types = None if device_types is None else {torch.device(each).type for each in device_types}
+        backends = {
+            kind: name for kind, name in self.backends.items() if types is None or kind in types
+        }
+        group = Group(
+            name=name,
+            ranks=ranks,
+            rank=ranks.index(self.group.global_rank),
+            backend=self.group.backend,
+            generation=self.group.generation,
+            desc=group_desc or f"{self.group.desc}:split",
+        )
         return PrismProcessGroup(
-            Group(
-                name=name,
-                ranks=ranks,
-                rank=ranks.index(self.group.global_rank),
-                backend=self.group.backend,
-                generation=self.group.generation,
-                desc=group_desc or f"{self.group.desc}:split",
-            ),
+            group,
             self._role,
             self._observer,
             self._futures,
             torch.distributed.PrefixStore(f"{name}/", self._store) if real is None else self._store,
-            {kind: name for kind, name in self.backends.items() if types is None or kind in types},
-            real=real,
+            backends,
+            real=real if real is not None else group_of(self._role, group, backends),
             options=opts,
         )
 

@@ -1,6 +1,7 @@
 """Our group in the place of torch's own, where a role performs operations on the real backend.
 
-torch has made its group by its own rules: backend per device, options, timeouts, splitting,
+A role that wants some groups only makes these itself (`group_of`). One that wants all of them has
+torch make them: then torch has made its group by its own rules: backend per device, options, timeouts, splitting,
 debug wrappers. What is left to do is to have every table of torch that names that group name
 ours instead. Names and tables are those of torch 2.11 to 2.14.
 """
@@ -11,7 +12,22 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["take_place"]
+from prismreplay.runtime.operations import Group
+from prismreplay.runtime.roles import Role
+
+__all__ = ["group_of", "take_place"]
+
+
+def group_of(role: Role, group: Group, backends: dict[str, str]) -> Any:
+    """The real group that the role has made for `group`, or None: it needs none.
+
+    Args:
+        role: with a method `make_real_group` if it chooses group by group.
+        group: as this rank holds it.
+        backends: that the program asked for, by device type.
+    """
+    make = getattr(role, "make_real_group", None)
+    return None if make is None else make(group, backends)
 
 
 def take_place(ours: Any, real: Any) -> None:

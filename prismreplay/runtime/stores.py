@@ -55,9 +55,11 @@ class _Store(distributed.Store):  # type: ignore[misc]
         self._limit = DEFAULT_TIMEOUT
 
     def _do(self, operation: str, *arguments: Any) -> Any:
+        """Perform an operation; keys are whole, as `_key` gives them."""
         raise NotImplementedError
 
     def _key(self, key: str) -> str:
+        """The key as the store at the bottom knows it."""
         raise NotImplementedError
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -184,12 +186,13 @@ class PrefixStore(_Store):
         return store._underlying_non_prefix_store if isinstance(store, PrefixStore) else store  # noqa: SLF001
 
     def _key(self, key: str) -> str:
-        return f"{self._prefix}/{key}"
+        store, below = self.underlying_store, f"{self._prefix}/{key}"
+        return store._key(below) if isinstance(store, _Store) else below  # noqa: SLF001
 
     def _do(self, operation: str, *arguments: Any) -> Any:
         store = self.underlying_store
         if isinstance(store, _Store):
-            return store._do(operation, *_rekeyed(store._key, operation, arguments))  # noqa: SLF001
+            return store._do(operation, *arguments)  # noqa: SLF001
         return _on_native(store, operation, arguments)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -238,15 +241,6 @@ def keyed_by(make_store: Callable[[str], Any], kind: str, original: type) -> typ
 
 def _encoded(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
-
-
-def _rekeyed(
-    key: Callable[[str], str], operation: str, arguments: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    first, *rest = arguments
-    if operation in ("check", "wait"):
-        return ([key(each) for each in first], *rest)
-    return (key(first), *rest)
 
 
 def _on_native(store: Any, operation: str, arguments: tuple[Any, ...]) -> Any:

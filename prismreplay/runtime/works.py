@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed import Work
 
 from prismreplay.runtime.futures import FutureQueue, PendingFuture
-from prismreplay.runtime.operations import Op
+from prismreplay.runtime.operations import Call, Op
 from prismreplay.runtime.roles import GraphObserver, Pending
 
 __all__ = ["Batch", "JointWork", "PrismWork", "RealBatch", "RealDone"]
@@ -78,10 +78,13 @@ class PrismWork(Work):  # type: ignore[misc]
             self._failure = failure
             raise
         self._finished = True
-        source = self._pending.source if self.op.peer is None else None
-        self._observer.waited(self._token, source)
+        self._observer.waited(self._token, self._sender())
         if self._future is not None:
             self._future.complete(list(self._outputs))
+
+    def _sender(self) -> int | None:
+        anyone = self.op.call is Call.RECV and self.op.peer is None
+        return self._pending.source if anyone else None
 
     def synchronize(self) -> None:
         """As `wait`: torch has the current stream wait here."""
