@@ -183,10 +183,12 @@ def _local_of(expected: OperationTable, observed: OperationTable, rank: int) -> 
 
 def _medians(operations: pl.DataFrame) -> pl.DataFrame:
     """Own time of every operation of a step, median over the steps; what it is."""
-    return (
-        operations.filter(pl.col("own_ns").is_not_null())
-        .group_by(*_KEYS, maintain_order=True)
-        .agg(pl.col("own_ns").median(), pl.col("name", "local").first())
+    known = operations.filter(pl.col("own_ns").is_not_null())
+    if (operations["step_number"].max() or 0) == 0:
+        # One step: every operation is there once.
+        return known.select(*_KEYS, pl.col("own_ns").cast(pl.Float64), "name", "local")
+    return known.group_by(*_KEYS, maintain_order=True).agg(
+        pl.col("own_ns").median(), pl.col("name", "local").first()
     )
 
 
