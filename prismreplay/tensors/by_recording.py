@@ -38,7 +38,7 @@ class RecordingSupplier:
 
     def supply(self, rank: int, op: Op, inputs: Sequence[Tensor]) -> Sequence[Tensor] | None:
         """See `prismreplay.collect.supplying.Supplier.supply`."""
-        if op.seq is None or not self._covers(op):
+        if op.seq is None or not self.covers(op):
             return None
         self.recorded.require_job(
             world_size=self.recorded.world_size, groups={op.group.key: op.group.ranks}
@@ -46,7 +46,7 @@ class RecordingSupplier:
         if op.call in (Call.SEND, Call.BARRIER):
             return []
         if op.call is Call.RECV:
-            return self._received(rank, op)
+            return self.received(rank, op)
         members = [self._request(member, rank, op, inputs) for member in op.group.ranks]
         instance = Instance(0, op.group.ranks, dict(zip(op.group.ranks, members, strict=True)))
         for member in members:
@@ -57,7 +57,7 @@ class RecordingSupplier:
             for span, spec in zip(spans, op.outputs, strict=True)
         ]
 
-    def _covers(self, op: Op) -> bool:
+    def covers(self, op: Op) -> bool:
         """True when the recording should hold this operation."""
         if self._all:
             return True
@@ -66,7 +66,12 @@ class RecordingSupplier:
             return not self.recorded.sandbox.isdisjoint(ends)
         return not self.recorded.sandbox.isdisjoint(op.group.ranks)
 
-    def _received(self, rank: int, op: Op) -> list[Tensor]:
+    def received(self, rank: int, op: Op) -> list[Tensor]:
+        """What the sender of a receive sent.
+
+        Raises:
+            TensorRecordingError: it is not recorded, or does not fit.
+        """
         group, sender = op.group.key, op.peer
         if sender is None or op.seq is None:
             raise AssertionError("a receive from anyone is not supplied")
@@ -80,11 +85,25 @@ class RecordingSupplier:
 
     def _request(self, member: int, rank: int, op: Op, inputs: Sequence[Tensor]) -> Request:
         """What a member of the operation contributes, as the executor wants it."""
+        if member != rank:
+            return self.contribution(member, rank, op)
+        own = replace(op, group=replace(op.group, rank=op.group.ranks.index(member)))
+        return Request(rank, 0, own, _parcel(inputs, self._place), Instance(0, ()))
+
+    def contribution(self, member: int, rank: int, op: Op) -> Request:
+        """What another member contributed to a collective, as the executor wants it.
+
+        Args:
+            member: global rank, not the one that issues the operation.
+            rank: that issues it.
+            op: as that rank sees it.
+
+        Raises:
+            TensorRecordingError: it is not recorded, or does not fit the operation.
+        """
         own = replace(op, group=replace(op.group, rank=op.group.ranks.index(member)))
         instance = Instance(0, ())
-        if member == rank:
-            return Request(rank, 0, own, _parcel(inputs, self._place), instance)
-        if op.call in _ROOT_GIVES and member != op.root:
+        if op.call is Call.BARRIER or (op.call in _ROOT_GIVES and member != op.root):
             return Request(member, 0, replace(own, inputs=()), Parcel(b"", None, 0), instance)
         found = self.recorded.entries(member, op.group.key, op.seq or 0)
         if found[0].call is not op.call:

@@ -179,6 +179,8 @@ def read_choices(
         MockRouterError: the file of the mock router is wrong.
         ValueError: the options contradict each other; the text says how.
     """
+    if record not in list(RecordTensors):
+        raise ValueError(f"--record-tensors is one of {', '.join(RecordTensors)}, not {record}")
     chosen = RecordTensors(record)
     if (chosen is RecordTensors.SANDBOX_FACING) != bool(sandbox):
         raise ValueError("--record-tensors sandbox-facing needs --sandbox, and only that needs it")

@@ -89,8 +89,10 @@ class Folding:
             if op.peer in absent:
                 raise self._crossing(rank, op, op.peer)
             return None
-        if op.call in _EXCHANGES and len(set(map(self._like, op.group.ranks))) < op.group.size:
-            raise self._crossing(rank, op, next(r for r in op.group.ranks if r in self.symmetry))
+        if op.call in _EXCHANGES:
+            pair = self._alike(rank, op.group.ranks)
+            if pair is not None:
+                raise self._crossing(pair[0], op, pair[1])
         if op.call in (Call.BROADCAST, Call.SCATTER) and op.root in absent:
             alike = {self._like(member) for member in op.group.ranks} == {self._like(rank)}
             if not alike or op.call is Call.SCATTER:
@@ -114,6 +116,15 @@ class Folding:
                     f"should be its replica: first {left[0].text}",
                     hint=_HINT,
                 )
+
+    def _alike(self, rank: int, ranks: Sequence[int]) -> tuple[int, int] | None:
+        """Two of `ranks` that belong to different replicas, `rank` if it is one of them."""
+        seen: dict[int, int] = {self._like(rank): rank}
+        for other in ranks:
+            first = seen.setdefault(self._like(other), other)
+            if first != other:
+                return min(first, other), max(first, other)
+        return None
 
     def _like(self, rank: int) -> int:
         return self.symmetry.get(rank, rank)
@@ -148,8 +159,8 @@ class Folding:
     def _crossing(self, rank: int, op: Op, other: int | None) -> FoldError:
         site = f" at {op.site}" if op.site else ""
         return FoldError(
-            f"{op.call.value} carries data between rank {rank} and rank {other}, which belongs to "
-            "another replica that is not run",
+            f"{op.call.value} carries data between ranks {rank} and {other}, which belong to "
+            "different replicas",
             where=f"group {op.group.desc or op.group.name} "
             f"{format_ranks(op.group.ranks)} seq={op.seq}{site}",
             hint=f"replicas along {self.axis} depend on each other (expert parallelism across "

@@ -89,7 +89,7 @@ def test_one_replica_stands_for_all(runs):
 def test_replicas_that_exchange_tokens_are_not_folded(runs):
     done = runs.collect("wrong", "--fold", "ep", *MOCK)
     assert done.returncode == 1
-    assert "all_to_all_single carries data between rank 0 and rank 1" in done.stderr
+    assert "all_to_all_single carries data between ranks 0 and 1" in done.stderr
     assert "expert parallelism" in done.stderr
 
 

@@ -111,11 +111,11 @@ def test_data_of_absent_replicas_are_refused():
     found = fold(mesh(dp=4, tp=2), "dp", 8, check=False)
     across = op("all_to_all_single", (0, 2, 4, 6), 0, inputs=[spec(4)], outputs=[spec(4)])
     with pytest.raises(
-        FoldError, match=r"all_to_all_single carries data between rank 0 and rank 2"
+        FoldError, match=r"all_to_all_single carries data between ranks 0 and 2"
     ) as caught:
         found.supply(0, across, [])
     assert "expert parallelism" in caught.value.hint
-    with pytest.raises(FoldError, match="recv carries data between rank 0 and rank 4"):
+    with pytest.raises(FoldError, match="recv carries data between ranks 0 and 4"):
         found.supply(0, op("recv", (0, 2, 4, 6), 0, outputs=[spec(4)], peer=4), [])
     with pytest.raises(FoldError, match="broadcast carries data"):
         found.supply(0, op("broadcast", range(8), 0, outputs=[spec(4)], root=5), [])
