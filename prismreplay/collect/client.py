@@ -14,7 +14,7 @@ from prismreplay.runtime.operations import Group, Op
 from prismreplay.runtime.payloads import calling_line
 from prismreplay.runtime.stores import RemoteStore
 
-__all__ = ["CollectPending", "CollectRole", "Connection", "StoreConnection"]
+__all__ = ["CollectPending", "CollectRole", "Connection", "StoreConnection", "fill"]
 
 Tensor = Any
 
@@ -119,7 +119,7 @@ class CollectPending:
             parcel = Parcel(data, file, nbytes)
             for output, span in zip(self._outputs, spans, strict=True):
                 if span is not None:
-                    _fill(output, parcel, Span(*span))
+                    fill(output, parcel, Span(*span))
             parcel.close()
             self._outputs = None
 
@@ -228,7 +228,8 @@ class CollectRole:
         return RemoteStore(StoreConnection(self._connection), namespace)
 
 
-def _fill(output: Tensor, parcel: Parcel, span: Span) -> None:
+def fill(output: Tensor, parcel: Parcel, span: Span) -> None:
+    """Write bytes of a parcel into a tensor of whatever layout and device."""
     if span.nbytes != output.numel() * output.element_size():
         raise AssertionError(f"{span.nbytes} bytes for an output of {tuple(output.shape)}")
     if output.device.type == "cpu" and output.is_contiguous():

@@ -37,7 +37,14 @@ from prismtrace.output import output_error, writable_target
 from prismtrace.recorder import SpanWriter, assemble
 from prismtrace.schema import ProcessGroup, TraceHeader, TraceKind
 
-__all__ = ["CollectOptions", "CollectReport", "collect"]
+__all__ = [
+    "CollectOptions",
+    "CollectReport",
+    "collect",
+    "limit_of_open_files",
+    "run_folder",
+    "uninterrupted",
+]
 
 _RESERVED_FILES = 64
 _FILES_PER_RANK = 4
@@ -149,7 +156,7 @@ def collect(
     logs = RankLogs(log_dir, options.world_size, options.shown, options.quiet_stdout)
     logs.prepare()
     cleaned = stale.clean()
-    with _run_folder() as folder:
+    with run_folder() as folder:
         job = Job(
             program=program,
             world_size=options.world_size,
@@ -158,7 +165,7 @@ def collect(
             place=Place(options.shm_dir),
             observe=functools.partial(_observe, folder, options),
         )
-        with os_limit_of_files(options.world_size) as limits:
+        with limit_of_open_files(options.world_size) as limits:
             run = _Run(job.limited(limits), options, logs, folder)
             run.perform(target, progress)
         _require_communication(run.coordinator.counts, program)
@@ -247,12 +254,12 @@ class _Run:
                 self.service.run()
                 self._finish_tensors()
         except BaseException:
-            with _uninterrupted():
+            with uninterrupted():
                 self.service.stop()
                 self._save_recording()
             self._save_finished_steps(target)
             raise
-        with _uninterrupted():
+        with uninterrupted():
             self.service.stop()
 
     def _coordinator(self) -> Coordinator:
@@ -402,7 +409,7 @@ def _observe(folder: Path, options: CollectOptions, rank: int) -> Observed:
 
 
 @contextlib.contextmanager
-def _run_folder() -> Iterator[Path]:
+def run_folder() -> Iterator[Path]:
     """The folder of this run, named so that a later run can tell whether this one is alive."""
     folder = Path(tempfile.gettempdir()) / stale.run_name()
     try:
@@ -416,7 +423,7 @@ def _run_folder() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def os_limit_of_files(world_size: int) -> Iterator[tuple[int, int]]:
+def limit_of_open_files(world_size: int) -> Iterator[tuple[int, int]]:
     """Allow this process the open files that `world_size` ranks take; yields the old limits.
 
     Raises:
@@ -438,7 +445,7 @@ def os_limit_of_files(world_size: int) -> Iterator[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Keep Ctrl-C away while ranks are ended, which takes a second at most."""
     if threading.current_thread() is not threading.main_thread():
         yield

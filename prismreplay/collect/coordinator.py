@@ -29,7 +29,7 @@ from prismreplay.collect.scheduling import Policy, Program, Turns, thrifty
 from prismreplay.errors import DeadlockError
 from prismreplay.runtime.operations import Call, Group, Op
 
-__all__ = ["Coordinator", "Counts", "Performer", "Sent"]
+__all__ = ["Coordinator", "Counts", "Performer", "Question", "Sent"]
 
 USUAL_PATIENCE = 1800.0
 """Seconds that stores wait unless the program says otherwise."""
@@ -66,7 +66,7 @@ class Counts:
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
+class Question:
     """Something that a rank waits to be told."""
 
     rank: int
@@ -82,7 +82,7 @@ class _Question:
 class _Rank:
     groups: dict[str, Group] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
-    questions: dict[int, _Question] = field(default_factory=dict)
+    questions: dict[int, Question] = field(default_factory=dict)
     answers: deque[Sent] = field(default_factory=deque)
     idle_polls: int = 0
     lent: bool = False
@@ -123,7 +123,7 @@ class Coordinator:
         self._keys_set = itertools.count(1 << 40)
         self._ranks = {rank: _Rank() for rank in ranks}
         self._senders_awaited: Counter[int] = Counter()
-        self._store_waits: dict[int, _Question] = {}
+        self._store_waits: dict[int, Question] = {}
         self._store_numbers = itertools.count()
 
     def use(self, performer: Performer) -> None:
@@ -180,7 +180,7 @@ class Coordinator:
         if request is None:
             raise ValueError(f"rank {rank} waits for an operation it did not start")
         self.program.waited(rank, request.instance.number)
-        question = _Question(rank, number, helpers, request=request, site=request.op.site)
+        question = Question(rank, number, helpers, request=request, site=request.op.site)
         if request.done:
             self.outbox.append(self._answer(question))
             return
@@ -194,7 +194,7 @@ class Coordinator:
         state = self._ranks[rank]
         request = state.requests.get(ticket)
         done = request is None or request.done
-        self._poll(_Question(rank, number, helpers, request=request, polls=True), "polled", done)
+        self._poll(Question(rank, number, helpers, request=request, polls=True), "polled", done)
 
     def ask_store(
         self,
@@ -207,7 +207,7 @@ class Coordinator:
     ) -> None:
         """`rank` uses the key-value store."""
         self.counts.store += 1
-        question = _Question(rank, number, helpers, store=(op, args), site=site)
+        question = Question(rank, number, helpers, store=(op, args), site=site)
         answer = self._try_store(question)
         if answer is None:
             self._block(question)
@@ -326,7 +326,7 @@ class Coordinator:
             if question.request is request:
                 self._unblock(question, self._answer(question))
 
-    def _answer(self, question: _Question) -> Sent:
+    def _answer(self, question: Question) -> Sent:
         """The outputs of an operation, to the rank that waits for them."""
         request = question.request
         if request is None:
@@ -338,7 +338,7 @@ class Coordinator:
         message = ("result", question.number, parcel.data, parcel.nbytes, spans, source)
         return Sent(question.rank, message, parcel)
 
-    def _block(self, question: _Question) -> None:
+    def _block(self, question: Question) -> None:
         state = self._ranks[question.rank]
         state.questions[question.number] = question
         state.lent = False
@@ -351,7 +351,7 @@ class Coordinator:
         self.turns.release(question.rank)
         self._refuse_lost(question)
 
-    def _unblock(self, question: _Question, answer: Sent) -> None:
+    def _unblock(self, question: Question, answer: Sent) -> None:
         state = self._ranks[question.rank]
         del state.questions[question.number]
         if question.request is not None:
@@ -368,7 +368,7 @@ class Coordinator:
         state.answers.append(answer)
         self.turns.make_ready(question.rank)
 
-    def _poll(self, question: _Question, name: str, answer: bool) -> None:
+    def _poll(self, question: Question, name: str, answer: bool) -> None:
         state = self._ranks[question.rank]
         sent = Sent(question.rank, (name, question.number, answer))
         state.idle_polls = 0 if answer else state.idle_polls + 1
@@ -380,7 +380,7 @@ class Coordinator:
         self.turns.release(question.rank)
         self.turns.make_ready(question.rank, patient=True)
 
-    def _try_store(self, question: _Question) -> Sent | None:
+    def _try_store(self, question: Question) -> Sent | None:
         if question.store is None:
             return None
         op, args = question.store
@@ -424,13 +424,13 @@ class Coordinator:
         groups = self._ranks[rank].groups
         return self._senders_awaited[rank] + self._matcher.waiting_for(rank, groups)
 
-    def _blocked(self) -> list[_Question]:
+    def _blocked(self) -> list[Question]:
         return [one for state in self._ranks.values() for one in state.questions.values()]
 
     def _all_blocked(self) -> list[Blocked]:
         return [_as_blocked(question) for question in self._blocked()]
 
-    def _refuse_lost(self, question: _Question) -> None:
+    def _refuse_lost(self, question: Question) -> None:
         """Tell at once when a rank waits for one that has ended."""
         if question.request is None or not self.ended:
             return
@@ -443,7 +443,7 @@ def _other(request: Request) -> Request:
     return next(one for one in request.instance.requests.values() if one is not request)
 
 
-def _as_blocked(question: _Question) -> Blocked:
+def _as_blocked(question: Question) -> Blocked:
     request = question.request
     if request is None:
         op, args = question.store or ("", ())

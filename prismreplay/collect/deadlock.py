@@ -56,9 +56,13 @@ def describe(
     stuck = {one.rank for one in blocked}
     number = f"{len(stuck)} rank{'s' if len(stuck) != 1 else ''}"
     culprits = sorted({rank for one in blocked for rank in one.missing if rank in ended})
-    why = f"{_ranks(culprits)} ended before taking part" if culprits else "they wait for each other"
-    if not culprits and all(one.op is None for one in blocked):
-        why = "nobody sets the keys that they wait for"
+    asking = sorted({one.rank for one in blocked if one.op is None})
+    if culprits:
+        why = f"{_ranks(culprits)} ended before taking part"
+    elif asking:
+        why = f"nobody sets the keys that {_ranks(asking)} {_verb('wait', asking)} for"
+    else:
+        why = "they wait for each other"
     report = _report(blocked, ended)
     if unreceived:
         report += f"\n{unreceived:,} messages were sent and not received"

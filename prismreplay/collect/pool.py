@@ -96,6 +96,8 @@ class Observed:
     flush: Callable[[], None]
     step: Callable[[], int | None] = lambda: None
     """The training step that the program is in."""
+    role: Callable[[Connection, Place], Any] | None = None
+    """Makes the rank's role, if it is not the one that collects."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,11 @@ def _run(job: Job, connection: Connection, observed: Observed) -> int:
     """Run the program; its exit code."""
     from prismreplay.runtime.installing import install
 
-    install(CollectRole(connection, job.place, observed.step), observed.observer)
+    if observed.role is None:
+        role: Any = CollectRole(connection, job.place, observed.step)
+    else:
+        role = observed.role(connection, job.place)
+    install(role, observed.observer)
     code = 0
     try:
         job.program.run()

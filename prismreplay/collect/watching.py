@@ -66,11 +66,13 @@ class MemoryWatch:
 
     peak_bytes: int = 0
     ranks_at_peak: int = 0
+    look: bool = True
+    """Whether to look at all."""
     _next: float = 0.0
 
     def sample(self, pids: Iterable[int], now: float) -> None:
         """Look, unless it is too early; shared pages count in parts (PSS)."""
-        if now < self._next:
+        if now < self._next or not self.look:
             return
         begun = time.perf_counter()
         sizes = [_proportional_bytes(pid) for pid in pids]
