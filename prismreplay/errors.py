@@ -10,7 +10,8 @@ ReplayError                  a run on this machine cannot start or went wrong
 ├── TensorRulesError         rules that supply tensors are wrong, or contradict each other
 ├── TensorRecordingError     recorded tensors are damaged, missing, or of another job
 ├── MockRouterError          shares of experts are impossible, or do not fit the routers
-└── FoldError                replicas cannot stand for each other
+├── FoldError                replicas cannot stand for each other
+└── SliceError               slices of other jobs in the way, or a graph that cannot be sliced
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ __all__ = [
     "ProgramError",
     "RankFailedError",
     "ReplayError",
+    "SliceError",
     "TensorRecordingError",
     "TensorRulesError",
     "UnsupportedOperationError",
@@ -124,3 +126,9 @@ class MockRouterError(ReplayError):
     """A mock router's shares are impossible, or do not fit the program's routers."""
 
     code = "mock-router"
+
+
+class SliceError(ReplayError):
+    """A graph cannot be sliced, or files in the way are no slices of this job."""
+
+    code = "slice"
