@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -29,7 +29,9 @@ import numpy as np
 import polars as pl
 
 from prismcalib.build import graph_from_trace
+from prismcalib.edits import Draft, Edit
 from prismcalib.graph import Graph
+from prismcalib.predicates import RowPicker
 from prismreplay.boundary import (
     Boundary,
     Place,
@@ -196,12 +198,13 @@ def _flat(lists: pl.Series) -> pl.Series:
     return lists.drop_nulls().explode(empty_as_null=False, keep_nulls=False)
 
 
-def compile_plan(trace: Trace, sandbox: Sequence[int]) -> Plan:
+def compile_plan(trace: Trace, sandbox: Sequence[int], edits: Sequence[Edit] = ()) -> Plan:
     """The plan of a run of some ranks.
 
     Args:
         trace: a calibrated trace of all ranks.
         sandbox: global ranks that will execute.
+        edits: what the virtual ranks shall do otherwise than in the trace.
 
     Raises:
         PlanError: not calibrated, ranks outside the world, or see `compile_boundary`.
@@ -219,6 +222,7 @@ def compile_plan(trace: Trace, sandbox: Sequence[int]) -> Plan:
             f"sandbox ranks {format_ranks(chosen) or 'none'} of a world of {header.world_size}"
         )
     graph, rows = graph_from_trace(trace)
+    graph = _edited(graph, rows, trace, edits)
     mine = rows["rank"].is_in(chosen).to_numpy()
     boundary = compile_boundary(graph, mine)
     steps = tuple(rows["step"].drop_nulls().unique().sort().to_list())
@@ -231,6 +235,15 @@ def compile_plan(trace: Trace, sandbox: Sequence[int]) -> Plan:
         boundary=boundary,
         operations=_operations(graph, rows, boundary, mine),
     )
+
+
+def _edited(graph: Graph, rows: pl.DataFrame, trace: Trace, edits: Sequence[Edit]) -> Graph:
+    if not edits:
+        return graph
+    draft = Draft.of(RowPicker(rows, trace.header), graph)
+    for edit in edits:
+        edit.apply(draft)
+    return replace(draft.graph, duration_ns=draft.duration_ns)
 
 
 def _last_step_ns(rows: pl.DataFrame, steps: Sequence[int]) -> int:
@@ -344,15 +357,24 @@ class PlannedWorld:
             .iter_rows()
         }
 
-    def is_boundary(self, key: OpKey, rank: int) -> bool:
+    # `round_`: which repetition of the last step it is, with the key of the operation in that
+    # step; None: the key counts on.
+
+    def is_boundary(self, key: OpKey, rank: int, round_: int | None = None) -> bool:
         """Whether virtual ranks take part in this operation of a sandbox rank."""
-        return self._find(key, rank) is not None
+        return self._find(key, rank, round_) is not None
 
-    def transfer_ns(self, key: OpKey, rank: int) -> int:
+    def transfer_ns(self, key: OpKey, rank: int, round_: int | None = None) -> int:
         """How long the operation takes a sandbox rank once all are there."""
-        return self._located(key, rank)[0].transfer_ns
+        return self._located(key, rank, round_)[0].transfer_ns
 
-    def arrived(self, key: OpKey, rank: int, time_ns: int) -> list[tuple[Place, int]]:
+    def forget(self, before_round: int) -> None:
+        """Drop what happened in earlier repetitions than this one; see `VirtualWorld.forget`."""
+        self._world.forget(before_round)
+
+    def arrived(
+        self, key: OpKey, rank: int, time_ns: int, round_: int | None = None
+    ) -> list[tuple[Place, int]]:
         """A sandbox rank has arrived; times since the plan's origin.
 
         Returns all places that are ready now, as `VirtualWorld.arrived`.
@@ -360,23 +382,23 @@ class PlannedWorld:
         Raises:
             PlanError: the operation is no boundary operation, or the rank was there already.
         """
-        known, round_ = self._located(key, rank)
+        known, place = self._located(key, rank, round_)
         settled = []
         for vertex in (known.arrival, known.ready):
             if vertex is not None:
-                settled += self._world.arrived(vertex, time_ns, round_)
+                settled += self._world.arrived(vertex, time_ns, place)
         return settled
 
-    def ready_ns(self, key: OpKey, rank: int) -> int | None:
+    def ready_ns(self, key: OpKey, rank: int, round_: int | None = None) -> int | None:
         """When all that this rank waits for are there; None while that is not known."""
-        known, round_ = self._located(key, rank)
+        known, place = self._located(key, rank, round_)
         if known.ready is None:
             # Nobody keeps this rank waiting: it is ready when it arrives.
-            return None if known.arrival is None else self._world.ready_ns(known.arrival, round_)
-        return self._world.ready_ns(known.ready, round_)
+            return None if known.arrival is None else self._world.ready_ns(known.arrival, place)
+        return self._world.ready_ns(known.ready, place)
 
-    def _located(self, key: OpKey, rank: int) -> tuple[_Known, int]:
-        found = self._find(key, rank)
+    def _located(self, key: OpKey, rank: int, round_: int | None) -> tuple[_Known, int]:
+        found = self._find(key, rank, round_)
         if found is None:
             raise PlanError(
                 f"the plan has no operation [group={key.group} seq={key.seq}] "
@@ -385,7 +407,10 @@ class PlannedWorld:
             )
         return found
 
-    def _find(self, key: OpKey, rank: int) -> tuple[_Known, int] | None:
+    def _find(self, key: OpKey, rank: int, round_: int | None) -> tuple[_Known, int] | None:
+        if round_ is not None:
+            known = self._known.get((key, rank))
+            return None if known is None else (known, round_)
         channel = _Channel(key.group, key.sender, key.receiver)
         end, count = self._first_unseen.get(channel, 0), self._counts[channel]
         round_ = 0

@@ -82,6 +82,11 @@ class Group:
         return f"{self.generation}/{self.name}"
 
     @property
+    def label(self) -> str:
+        """What a trace calls it."""
+        return self.name if self.generation == 0 else f"{self.name} ({self.generation})"
+
+    @property
     def size(self) -> int:
         """Number of members."""
         return len(self.ranks)

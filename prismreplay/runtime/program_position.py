@@ -47,6 +47,7 @@ class ProgramPosition:
         named: called when the program names its first step; those counted before are none.
         step_over: called when a step is over.
         step: the current one.
+        step_done: the last one that is over.
         note: name of the innermost range that the program is in.
         uncertain: the current step is counted, and no optimizer has stepped in it yet.
     """
@@ -56,6 +57,7 @@ class ProgramPosition:
     named: Callable[[], None] = lambda: None
     step_over: Callable[[], None] = lambda: None
     step: int | None = None
+    step_done: int | None = None
     note: str | None = None
     uncertain: bool = False
     _explicit: bool = False
@@ -105,6 +107,7 @@ class ProgramPosition:
             self._ending = False
             self._stepped.clear()
             if not self._explicit and self.step is not None:
+                self.step_done = self.step
                 self.step += 1
                 self.uncertain = True
                 self.step_over()
@@ -142,6 +145,7 @@ class ProgramPosition:
             self.settle()
             self.cut(self.place())
             self._leaving = True
+            self.step_done = self.step
             self.step_over()
 
     def _begin_step(self, number: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +18,7 @@ from prismreplay.tensors.rules import RuleSet, read_rules
 if TYPE_CHECKING:
     from prismreplay.collect.supplying import Supplier
     from prismreplay.runtime.operations import Op
+    from prismreplay.tensors.by_recording import RecordingSupplier
     from prismreplay.tensors.folding import Folding
     from prismreplay.tensors.recording import RecordingSummary, TensorRecorder
 
@@ -58,29 +59,12 @@ class TensorChoices:
         if not self.sources:
             return folding
         from prismreplay.collect.supplying import AllOrNone, FirstOf
-        from prismreplay.tensors.by_recording import RecordingSupplier
         from prismreplay.tensors.by_rules import RuleSupplier
-        from prismreplay.tensors.recorded import RecordedTensors
 
-        opened: dict[Path, RecordingSupplier] = {}
-
-        def recording(folder: Path) -> RecordingSupplier:
-            if folder not in opened:
-                tensors = RecordedTensors(folder)
-                tensors.require_job(world_size=world_size)
-                opened[folder] = RecordingSupplier(tensors)
-            return opened[folder]
-
-        beside = next((item for item in self.sources if isinstance(item, Path)), None)
+        recording = self._recordings(world_size)
 
         def for_rule(folder: str | None) -> RecordingSupplier:
-            chosen = beside if folder is None else Path(folder)
-            if chosen is None:
-                raise TensorRulesError(
-                    'produce = "recorded" needs a recording',
-                    hint="name its folder with another --tensors, or in the rule: recorded = ...",
-                )
-            return recording(chosen)
+            return recording(self._folder_for_rule(folder))
 
         made: Supplier = FirstOf([])
         for item in reversed(self.sources):
@@ -93,6 +77,26 @@ class TensorChoices:
         if folding is None:
             return AllOrNone(made)
         return FirstOf([folding, AllOrNone(made, folding.absent)])
+
+    def make_sources(self, world_size: int) -> tuple[Supplier, ...]:
+        """Rules and recordings one by one, for whoever asks them himself.
+
+        Args:
+            world_size: ranks of the job.
+
+        Raises:
+            TensorRulesError: a function that a rule names cannot be imported.
+            TensorRecordingError: a recording is damaged, or of another job.
+        """
+        from prismreplay.tensors.by_rules import RuleSupplier
+
+        recording = self._recordings(world_size)
+        return tuple(
+            recording(item)
+            if isinstance(item, Path)
+            else RuleSupplier(item, lambda folder: recording(self._folder_for_rule(folder)))
+            for item in self.sources
+        )
 
     def make_recording(
         self, output: Path, world_size: int, about: Mapping[str, Any]
@@ -115,6 +119,34 @@ class TensorChoices:
                 job=about,
             )
         )
+
+    def _recordings(self, world_size: int) -> Callable[[Path], RecordingSupplier]:
+        """Opens recordings, each once."""
+        from prismreplay.tensors.by_recording import RecordingSupplier
+        from prismreplay.tensors.recorded import RecordedTensors
+
+        opened: dict[Path, RecordingSupplier] = {}
+
+        def recording(folder: Path) -> RecordingSupplier:
+            if folder not in opened:
+                tensors = RecordedTensors(folder)
+                tensors.require_job(world_size=world_size)
+                opened[folder] = RecordingSupplier(tensors)
+            return opened[folder]
+
+        return recording
+
+    def _folder_for_rule(self, folder: str | None) -> Path:
+        """The recording that a rule means: its own, or the one beside the rules."""
+        if folder is not None:
+            return Path(folder)
+        beside = next((item for item in self.sources if isinstance(item, Path)), None)
+        if beside is None:
+            raise TensorRulesError(
+                'produce = "recorded" needs a recording',
+                hint="name its folder with another --tensors, or in the rule: recorded = ...",
+            )
+        return beside
 
     def prepare_rank(self) -> None:
         """In a rank, before its program starts."""

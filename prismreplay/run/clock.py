@@ -1,0 +1,47 @@
+"""The time of a sandbox rank: the machine's, less what the emulator itself has cost.
+
+Handing tensors over, or an answer that comes after the operation's virtual end, makes a rank late
+without any counterpart on the cluster. Such delays are the rank's *debt*. Its clock shows the
+machine's time minus the debt, arrivals are stamped with it and ends are held to it, so delays do
+not ratchet up: what a delay holds up in the virtual world is held up by nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+__all__ = ["RunClock"]
+
+
+class RunClock:
+    """A clock that can be set back. All sandbox ranks share the machine's clock beneath.
+
+    Attributes:
+        debt_ns: by how much it is behind.
+        late_ns: part of the debt that comes from answers after their time.
+        late_answers: how many there were.
+        handing_ns: part that handing tensors over has taken.
+    """
+
+    def __init__(self, machine: Callable[[], int] = time.monotonic_ns) -> None:
+        self.machine = machine
+        self.debt_ns = 0
+        self.late_ns = 0
+        self.late_answers = 0
+        self.handing_ns = 0
+
+    def now(self) -> int:
+        """Nanoseconds, as a rank on the cluster would see them."""
+        return self.machine() - self.debt_ns
+
+    def late(self, delay_ns: int) -> None:
+        """An answer was that much too late."""
+        self.late_ns += delay_ns
+        self.late_answers += delay_ns > 0
+        self.debt_ns += delay_ns
+
+    def handed_over(self, cost_ns: int) -> None:
+        """Handing tensors over has taken so long."""
+        self.handing_ns += cost_ns
+        self.debt_ns += cost_ns

@@ -1,0 +1,263 @@
+"""Following a running program along its graph: which node is this operation?
+
+The graph of a job says what each rank communicates, in order. Of a sandbox rank the program
+says it again, and this finds the place of each operation: what the graph calls it, in which step
+it is, and which data belong to it. A program that does something else is refused at once, with its
+own line. One that runs for more steps than the graph has repeats the last one; one that runs for
+fewer skips to what comes after them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import polars as pl
+
+from prismreplay.errors import PlanError
+from prismreplay.plan import OpKey
+from prismreplay.runtime.operations import Call, Op
+from prismtrace.schema import LOCAL_KINDS, ProcessGroup
+from prismtrace.spool import TAG
+from prismtrace.trace import Trace
+
+__all__ = ["GraphFollower", "Placed", "followers_of"]
+
+_AFTER = -1
+
+
+class _Node(NamedTuple):
+    """A communication of the rank in the graph."""
+
+    kind: str
+    seq: int
+    peer: int | None
+    bytes: int
+    step: int | None
+    transfer_ns: int
+    source: str | None
+
+
+class Placed(NamedTuple):
+    """Where an operation is in the graph.
+
+    `round_` counts repetitions of the last step, 0 in the graph itself. `data_seq` is the number
+    under which a recording of the graph's run holds it. `peer` is the partner, also of a receive
+    from anyone. `transfer_ns` is how long it takes once all are there. `doubtful`: it seems to
+    follow the training, but the training may go on; see `GraphFollower.take_changed`.
+    """
+
+    key: OpKey
+    round_: int
+    data_seq: int
+    peer: int | None
+    step: int | None
+    transfer_ns: int
+    transfer_source: str | None
+    doubtful: bool = False
+
+
+@dataclass
+class _Channel:
+    """Operations of one kind of place, in the order in which the program makes them.
+
+    `last` is where the last step begins and ends; behind it is what follows the training. `done`
+    operations of steps and `after` of those that follow were made.
+    """
+
+    nodes: list[_Node]
+    last: tuple[int, int]
+    done: int = 0
+    after: int = 0
+
+    def candidates(self) -> Iterator[tuple[_Node, int]]:
+        """Nodes that the next operation may be, likeliest first, with their rounds.
+
+        Those that follow the last step have round -1.
+        """
+        begin, end = self.last
+        if self.done < end:
+            yield self.nodes[self.done], 0
+        if end + self.after < len(self.nodes):
+            yield self.nodes[end + self.after], _AFTER
+        if self.done >= end > begin:
+            again, offset = divmod(self.done - end, end - begin)
+            yield self.nodes[begin + offset], again + 1
+
+    def take(self, round_: int) -> None:
+        """The next operation is a candidate of this round."""
+        if round_ == _AFTER:
+            self.after += 1
+        else:
+            self.done += 1
+
+
+@dataclass
+class GraphFollower:
+    """Follows one rank.
+
+    Attributes:
+        rank: global rank.
+        repeated: operations of steps that the graph does not have.
+        resized: operations that carried another number of bytes than in the graph.
+    """
+
+    rank: int
+    groups: dict[tuple[tuple[int, ...], str], int]
+    channels: dict[Hashable, _Channel]
+    repeated: int = 0
+    resized: int = 0
+    _doubtful: list[tuple[_Channel, int, Placed]] = field(default_factory=list)
+    _changed: list[tuple[int, Placed]] = field(default_factory=list)
+    _messages: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
+
+    def place(self, op: Op, ticket: int = 0) -> Placed:
+        """Find the node of the operation that the program makes now.
+
+        Raises:
+            PlanError: the graph has another one there, or none.
+        """
+        group = self.groups.get((op.group.ranks, op.group.label))
+        if group is None:
+            raise self._unlike(op, "there is no such group in the graph")
+        channel = self.channels.get(_channel_key(group, op.call, op.peer))
+        if channel is None:
+            raise self._unlike(op, "the graph has none in this group")
+        fitting = [one for one in channel.candidates() if _fits(one[0], op)]
+        if not fitting:
+            first = next(channel.candidates(), None)
+            raise self._unlike(op, f"the graph has {first[0].kind} there" if first else "it ends")
+        exact = [one for one in fitting if one[0].bytes == op.payload_bytes]
+        node, round_ = (exact or fitting)[0]
+        self.resized += not exact
+        channel.take(round_)
+        placed = self._placed(group, node, max(0, round_), op)
+        if round_ == _AFTER:
+            again = [one for one in fitting if one[1] > 0]
+            if again:
+                self._doubtful.append((channel, ticket, self._again(placed, *again[0])))
+                placed = placed._replace(doubtful=True)
+        elif round_ > 0:
+            self.repeated += 1
+            self._go_on()
+        return placed
+
+    def take_changed(self) -> list[tuple[int, Placed]]:
+        """Tickets of operations that were taken for what follows the training, and are not.
+
+        With where they are instead.
+        """
+        changed, self._changed = self._changed, []
+        return changed
+
+    @property
+    def missing(self) -> int:
+        """Operations of the graph that the program has not made."""
+        return sum(max(0, len(one.nodes) - one.done - one.after) for one in self.channels.values())
+
+    def _go_on(self) -> None:
+        """The training goes on beyond the graph: so did what seemed to come after it."""
+        for channel, ticket, placed in self._doubtful:
+            channel.after -= 1
+            channel.done += 1
+            self._changed.append((ticket, placed))
+        self._doubtful.clear()
+
+    def _again(self, placed: Placed, node: _Node, round_: int) -> Placed:
+        return placed._replace(key=placed.key._replace(seq=node.seq), round_=round_, step=node.step)
+
+    def _placed(self, group: int, node: _Node, round_: int, op: Op) -> Placed:
+        sender, receiver, data_seq = -1, -1, node.seq
+        if op.call in (Call.SEND, Call.RECV):
+            if node.peer is None:
+                raise self._unlike(op, "the graph does not know its sender")
+            ends = (self.rank, node.peer) if op.call is Call.SEND else (node.peer, self.rank)
+            sender, receiver = ends
+            count = self._messages[group, *ends, op.tag]
+            self._messages[group, *ends, op.tag] = count + 1
+            if not round_:
+                data_seq = op.tag * TAG + count
+        return Placed(
+            key=OpKey(group, node.seq, sender, receiver),
+            round_=round_,
+            data_seq=data_seq,
+            peer=node.peer,
+            step=node.step,
+            transfer_ns=node.transfer_ns,
+            transfer_source=node.source,
+        )
+
+    def _unlike(self, op: Op, has: str) -> PlanError:
+        number = "" if op.seq is None else f" as operation {op.seq}"
+        name = op.group.desc or op.group.name
+        return PlanError(
+            f"rank {self.rank} makes {op.call.value} of {op.payload_bytes:,} bytes{number} of "
+            f"group {name!r}: {has}",
+            where=op.site or None,
+            hint="the program does something else than when its graph was made; collect it again "
+            "with the same arguments",
+        )
+
+
+def _fits(node: _Node, op: Op) -> bool:
+    if node.kind != op.kind.value:
+        return False
+    other = op.peer if op.call in (Call.SEND, Call.RECV) else op.root
+    return other is None or node.peer is None or node.peer == other
+
+
+def _channel_key(group: int, call: Call, peer: int | None) -> Hashable:
+    # All receives of a group together: one from anyone may stand among others.
+    if call is Call.SEND:
+        return group, "send", peer
+    return group, "recv" if call is Call.RECV else "all", None
+
+
+def followers_of(trace: Trace, ranks: Sequence[int]) -> dict[int, GraphFollower]:
+    """Those of some ranks of a job's graph, calibrated or bare."""
+    local = [kind.value for kind in LOCAL_KINDS]
+    rows = (
+        trace.nodes.filter(pl.col("rank").is_in(list(ranks)))
+        .select(
+            "rank", "index", pl.col("kind").cast(pl.String), "group", "seq", "peer", "bytes",
+            "step", pl.coalesce("transfer_ns", "dur_ns", pl.lit(0)).alias("transfer_ns"),
+            pl.col("transfer_source").cast(pl.String),
+        )
+        .filter(~pl.col("kind").is_in(local) & pl.col("seq").is_not_null())
+        .sort("rank", "index")
+        .collect()
+    )  # fmt: skip
+    groups = _groups_by_name(trace.header.groups)
+    return {
+        rank: GraphFollower(rank, groups, _channels(rows.filter(pl.col("rank") == rank)))
+        for rank in ranks
+    }
+
+
+def _groups_by_name(groups: Sequence[ProcessGroup]) -> dict[tuple[tuple[int, ...], str], int]:
+    return {(tuple(group.ranks), group.name): group.id for group in groups}
+
+
+def _channels(rows: pl.DataFrame) -> dict[Hashable, _Channel]:
+    found: dict[Hashable, list[_Node]] = defaultdict(list)
+    for _, _, kind, group, seq, peer, size, step, transfer, source in rows.iter_rows():
+        call = Call(kind) if kind in ("send", "recv") else Call.ALL_REDUCE
+        found[_channel_key(group, call, peer)].append(
+            _Node(kind, seq, peer, size or 0, step, transfer or 0, source)
+        )
+    last = rows["step"].drop_nulls().max()
+    return {key: _Channel(nodes, _last_step(nodes, last)) for key, nodes in found.items()}
+
+
+def _last_step(nodes: Sequence[_Node], last: object) -> tuple[int, int]:
+    """Where operations of the last step begin and end; the end of all steps if it has none."""
+    of_last = [
+        number for number, node in enumerate(nodes) if node.step == last and last is not None
+    ]
+    if of_last:
+        return of_last[0], of_last[-1] + 1
+    of_steps = [number for number, node in enumerate(nodes) if node.step is not None]
+    end = of_steps[-1] + 1 if of_steps else len(nodes)
+    return end, end

@@ -1,0 +1,91 @@
+"""The hub's process: `prismreplay.collect.serving` for sandbox ranks among virtual ones.
+
+Beside what ranks of a collection say, those of a run say:
+
+=============  ===============================================  =====================
+name           fields                                           answered by
+=============  ===============================================  =====================
+enter          ticket, packed operation, bytes or None, when    (result, on `wait`)
+real           packed operation                                 -
+step           a `StepMark`                                     -
+over           a `RankSummary`                                  -
+=============  ===============================================  =====================
+
+A result says, behind its fields in a collection, when the operation began and when it ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch.distributed import TCPStore
+
+from prismreplay.collect.handover import Parcel
+from prismreplay.collect.logs import RankLogs
+from prismreplay.collect.messages import Message, unpack_op
+from prismreplay.collect.pool import RankProcess
+from prismreplay.collect.serving import Service
+from prismreplay.run.hybrid import HybridCoordinator
+from prismreplay.run.ledger import Ledger
+from prismreplay.run.marks import RankSummary, StepMark
+
+__all__ = ["Hub", "serve_store"]
+
+START_NS = 20_000_000
+"""Ahead of time, all ranks are told when to begin."""
+
+
+class Hub(Service):
+    """Runs sandbox ranks to their end.
+
+    Args:
+        coordinator: knows what to do.
+        ranks: their processes, which wait for their first turn.
+        logs: their output.
+        ledger: what they share.
+        on_tick: as in `Service`.
+    """
+
+    def __init__(
+        self,
+        coordinator: HybridCoordinator,
+        ranks: Sequence[RankProcess],
+        logs: RankLogs,
+        ledger: Ledger,
+        on_tick: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__(coordinator, ranks, logs, on_tick)
+        self.marks: list[StepMark] = []
+        self.summaries: dict[int, RankSummary] = {}
+        self._hybrid = coordinator
+        self._ledger = ledger
+        # Looking at a process's memory stops it for milliseconds; ranks say themselves.
+        self.memory.look = False
+
+    def begin_at(self) -> int:
+        """When all ranks will begin, on the machine's clock; call `run` at once."""
+        self._ledger.origin_ns = time.monotonic_ns() + START_NS
+        return self._ledger.origin_ns
+
+    def _handle(self, rank: int, message: Message, file: int | None) -> None:
+        name = message[0]
+        if name == "enter":
+            _, ticket, packed, data, issued_ns = message
+            op = unpack_op(packed, self._hybrid.groups_of(rank))
+            nbytes = sum(spec.nbytes for spec in op.inputs)
+            self._hybrid.enter(rank, ticket, op, Parcel(data, file, nbytes), issued_ns)
+        elif name == "real":
+            self._hybrid.note_real(rank, unpack_op(message[1], self._hybrid.groups_of(rank)))
+        elif name == "step":
+            self.marks.append(StepMark(*message[1]))
+        elif name == "over":
+            self.summaries[rank] = RankSummary(*message[1])
+        else:
+            super()._handle(rank, message, file)
+
+
+def serve_store() -> tuple[object, int]:
+    """A store for real groups of sandbox ranks; keep it until they have ended. With its port."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, int(store.port)

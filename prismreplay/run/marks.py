@@ -1,0 +1,88 @@
+"""What a sandbox rank tells of itself, apart from what it communicates."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Memory", "RankSummary", "StepMark"]
+
+_PAGE = os.sysconf("SC_PAGESIZE")
+
+
+class StepMark(NamedTuple):
+    """The end of a step on a rank. Times in ns on the machine's clock, sizes in bytes."""
+
+    rank: int
+    step: int
+    end_ns: int
+    debt_ns: int
+    late_ns: int
+    handing_ns: int
+    resident_bytes: int
+    peak_resident_bytes: int
+    allocated_bytes: int
+
+
+class RankSummary(NamedTuple):
+    """A rank at its end: how well operations' ends were met, and its debt, in ns."""
+
+    rank: int
+    holds: int
+    hold_median_ns: int
+    hold_p99_ns: int
+    hold_worst_ns: int
+    late_answers: int
+    late_ns: int
+    handing_ns: int
+    debt_ns: int
+
+
+class Memory:
+    """What this process's memory holds; on a GPU, its allocator's numbers take the place of these.
+
+    `peak_resident_bytes` is since the last call where the kernel lets us reset it, else since the
+    beginning; `allocated_bytes` is what the C library has given out.
+    """
+
+    def __init__(self) -> None:
+        self._info = getattr(ctypes.CDLL(None), "mallinfo2", None)
+        if self._info is not None:
+            self._info.restype = _MallocInfo
+        self._resets = True
+        self.reset()
+
+    def read(self) -> tuple[int, int, int]:
+        """resident_bytes, peak_resident_bytes, allocated_bytes; begins a new peak."""
+        resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE
+        peak = resident
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                peak = int(line.split()[1]) * 1024
+        allocated = 0
+        if self._info is not None:
+            found = self._info()
+            allocated = int(found.uordblks) + int(found.hblkhd)
+        self.reset()
+        return resident, max(peak, resident), allocated
+
+    def reset(self) -> None:
+        """Begin a new peak."""
+        if not self._resets:
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        except OSError:
+            self._resets = False
+
+
+class _MallocInfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost",
+        )
+    ]  # fmt: skip

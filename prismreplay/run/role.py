@@ -1,0 +1,280 @@
+"""The role of a sandbox rank: it communicates with virtual ranks as if they were there.
+
+Groups with virtual members go through the hub: a rank hands its inputs over, gets the outputs as
+soon as they are known, and holds until the operation ends in the virtual world. Groups of sandbox
+ranks only are real ones of torch's own backend, and take as long as they take.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as native
+from torch.distributed import ProcessGroup, ProcessGroupGloo
+
+from prismreplay.collect.client import CollectRole, Connection, fill
+from prismreplay.collect.handover import Parcel, ParcelWriter, Place, Span
+from prismreplay.collect.messages import pack_op
+from prismreplay.run.clock import RunClock
+from prismreplay.run.holding import Holder
+from prismreplay.run.ledger import Arrival, Ledger
+from prismreplay.run.marks import RankSummary
+from prismreplay.runtime.graph_recorder import GraphRecorder
+from prismreplay.runtime.operations import Call, Group, Op
+from prismreplay.runtime.roles import Pending
+
+__all__ = ["SandboxRole"]
+
+Tensor = Any
+
+_GIVE_UP = timedelta(minutes=30)
+
+
+class SandboxRole(CollectRole):
+    """What becomes of a sandbox rank's communications.
+
+    Args:
+        connection: to the hub.
+        place: where bytes are kept on their way.
+        rank: global rank.
+        sandbox: all sandbox ranks.
+        clock: the rank's.
+        ledger: what the ranks share.
+        recorder: of this rank, which has issued an operation just before it is submitted.
+        real_groups: have torch's backend perform what sandbox ranks do among themselves.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        place: Place,
+        *,
+        rank: int,
+        sandbox: Sequence[int],
+        clock: RunClock,
+        ledger: Ledger,
+        recorder: GraphRecorder,
+        real_groups: bool = True,
+    ) -> None:
+        super().__init__(connection, place, lambda: recorder.position.step)
+        self.holder = Holder(clock.machine)
+        self._rank = rank
+        self._sandbox = frozenset(sandbox)
+        self._clock = clock
+        self._ledger = ledger
+        self._recorder = recorder
+        self._makes_groups = real_groups
+        self._real: set[str] = set()
+
+    def make_real_group(self, group: Group, backends: dict[str, str]) -> Any:
+        """A group of torch's own, if all members are sandbox ranks and its backend is here."""
+        if not (self._makes_groups and self._sandbox.issuperset(group.ranks)):
+            return None
+        if backends.get("cpu") != "gloo":
+            # A stand-in would refuse what the backend can do; the hub does it all.
+            return None
+        self._real.add(group.key)
+        return _gloo_group(group, self._ledger.store_port)
+
+    def tell_summary(self) -> None:
+        """Tell the hub how this rank's times went; at its end."""
+        clock, holds = self._clock, self.holder.report()
+        summary = RankSummary(
+            rank=self._rank,
+            holds=holds.holds,
+            hold_median_ns=holds.median_ns,
+            hold_p99_ns=holds.p99_ns,
+            hold_worst_ns=holds.worst_ns,
+            late_answers=clock.late_answers,
+            late_ns=clock.late_ns,
+            handing_ns=clock.handing_ns,
+            debt_ns=clock.debt_ns,
+        )
+        self._connection.tell(("over", tuple(summary)))
+
+    def submit(  # type: ignore[override]  a sandbox rank's operations are its own
+        self,
+        op: Op,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        call: Callable[[], Any],
+    ) -> Pending:
+        """See `prismreplay.runtime.roles.Role`."""
+        begun = time.monotonic_ns()
+        token, issued_ns = self._recorder.latest
+        if op.group.key in self._real:
+            with self._lock:
+                self._connection.tell(("real", pack_op(op, self._step())))
+            self._clock.handed_over(time.monotonic_ns() - begun)
+            return _RealPending(self, op, token, issued_ns, call)
+        writer = ParcelWriter(self._place)
+        for tensor in inputs:
+            writer.put_tensor(tensor)
+        parcel = writer.finish()
+        with self._lock:
+            self._tickets += 1
+            ticket = self._tickets
+            packed = pack_op(op, self._step())
+            self._connection.tell(("enter", ticket, packed, parcel.data, issued_ns), parcel.file)
+        parcel.close()
+        self._clock.handed_over(time.monotonic_ns() - begun)
+        return _HubPending(self, ticket, token, outputs)
+
+
+class _HubPending:
+    """An operation that the hub has; see `prismreplay.runtime.roles.Pending`."""
+
+    def __init__(
+        self, role: SandboxRole, ticket: int, token: int, outputs: Sequence[Tensor]
+    ) -> None:
+        self.source: int | None = None
+        self._role = role
+        self._ticket = ticket
+        self._token = token
+        self._outputs: Sequence[Tensor] | None = outputs
+        self._end_ns = 0
+        self._waited = False
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Get the outputs, then hold until the operation ends."""
+        if self._waited:
+            return
+        self._waited = True
+        clock = self._role._clock  # noqa: SLF001  one thing in two classes
+        begun = clock.now()
+        with self._lock:
+            self._fetch()
+        if clock.now() < max(begun, self._end_ns):
+            self._role.holder.hold_until(self._end_ns + clock.debt_ns)
+        clock.late(max(0, clock.now() - max(begun, self._end_ns)))
+
+    def done(self) -> bool:
+        """True once `wait` would not block."""
+        if self._outputs is not None:
+            connection = self._role._connection  # noqa: SLF001
+            if not connection.ask("poll", self._ticket)[0][2]:
+                return False
+            with self._lock:
+                self._fetch()
+        return self._role._clock.now() >= self._end_ns  # noqa: SLF001
+
+    def _fetch(self) -> None:
+        if self._outputs is None:
+            return
+        answer, file = self._role._connection.ask("wait", self._ticket)  # noqa: SLF001
+        _, _, data, nbytes, spans, self.source, arrived_ns, self._end_ns = answer
+        parcel = Parcel(data, file, nbytes)
+        for output, span in zip(self._outputs, spans, strict=True):
+            if span is not None:
+                fill(output, parcel, Span(*span))
+        parcel.close()
+        self._outputs = None
+        recorder = self._role._recorder  # noqa: SLF001
+        recorder.completed(self._token, arrived_ns, self._end_ns)
+
+
+class _RealPending:
+    """An operation of sandbox ranks among themselves."""
+
+    def __init__(
+        self, role: SandboxRole, op: Op, token: int, issued_ns: int, call: Callable[[], Any]
+    ) -> None:
+        self.source: int | None = None
+        self._role = role
+        self._op = op
+        self._token = token
+        self._issued_ns = issued_ns
+        self._ended_ns: int | None = None
+        """When the backend was done, on the machine's clock."""
+        self._waited = False
+        self._name = _name(op, role._rank)  # noqa: SLF001
+        clock = role._clock  # noqa: SLF001
+        role._ledger.arrive(  # noqa: SLF001
+            role._rank,
+            self._name,
+            Arrival(issued_ns + clock.debt_ns, clock.debt_ns),
+        )
+        self._work = call()
+        if op.call not in (Call.SEND, Call.RECV):
+            # Some of gloo's have no future, such as coalesced reduce-scatters.
+            with suppress(RuntimeError):
+                self._work.get_future().add_done_callback(self._note_end)
+
+    def wait(self) -> None:
+        """Block until the outputs are filled in."""
+        clock = self._role._clock  # noqa: SLF001
+        begun = clock.now()
+        self._work.wait()
+        if self._waited:
+            return
+        self._waited = True
+        if self._op.peer is None and self._op.call is Call.RECV:
+            self.source = self._op.group.ranks[self._work._source_rank()]  # noqa: SLF001
+        self._note_end()
+        shift = self._shift_ns()
+        end_ns = max(self._issued_ns, (self._ended_ns or 0) - shift)
+        self._role._recorder.completed(self._token, self._issued_ns, end_ns)  # noqa: SLF001
+        kept_waiting = (self._ended_ns or 0) > begun + clock.debt_ns
+        now = clock.now()
+        if now < end_ns:
+            # Its partners owe less than this rank, which is ahead of them in the virtual world.
+            self._role.holder.hold_until(end_ns + clock.debt_ns)
+        elif kept_waiting:
+            # What other ranks' debts have held up is no time of the virtual world.
+            clock.late(max(0, min(now - begun, shift - clock.debt_ns)))
+
+    def done(self) -> bool:
+        """True once `wait` would not block."""
+        return bool(self._work.is_completed())
+
+    def _note_end(self, _future: Any = None) -> None:
+        if self._ended_ns is None:
+            self._ended_ns = time.monotonic_ns()
+
+    def _shift_ns(self) -> int:
+        """By how much the debts of its members held the operation up."""
+        op = self._op
+        ranks: Sequence[int] = op.group.ranks
+        if op.call in (Call.SEND, Call.RECV):
+            other = op.peer if op.peer is not None else self.source
+            ranks = (self._role._rank,) if other is None else (self._role._rank, other)  # noqa: SLF001
+        found = self._role._ledger.arrivals(ranks, self._name)  # noqa: SLF001
+        if not found:  # overwritten by a later operation
+            return self._role._clock.debt_ns  # noqa: SLF001
+        return max(one.machine_ns for one in found) - max(
+            one.machine_ns - one.debt_ns for one in found
+        )
+
+
+def _name(op: Op, rank: int) -> str:
+    """Of an operation, alike on all its members."""
+    if op.call is Call.SEND:
+        return f"{op.group.key} {rank}>{op.peer} {op.seq}"
+    if op.call is Call.RECV:
+        return f"{op.group.key} {op.peer}>{rank} {op.seq}"
+    return f"{op.group.key} {op.seq}"
+
+
+def _gloo_group(group: Group, port: int) -> ProcessGroup:
+    """A real group, as `torch.distributed.new_group` makes it; its members meet in the hub."""
+    store: Any = native.HashStore()
+    if group.size > 1:
+        # torch's own: the names in torch.distributed are ours by now.
+        store = native.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = native.PrefixStore(f"real/{group.key}", store)
+    made = ProcessGroup(store, group.rank, group.size)
+    backend = ProcessGroupGloo(store, group.rank, group.size, _GIVE_UP)
+    backend._set_sequence_number_for_group()  # noqa: SLF001
+    kind = ProcessGroup.BackendType.GLOO
+    made._set_default_backend(kind)  # noqa: SLF001
+    made._register_backend(torch.device("cpu"), kind, backend)  # noqa: SLF001
+    made._set_group_name(group.name)  # noqa: SLF001
+    made._set_group_desc(group.desc)  # noqa: SLF001
+    return made

@@ -1,0 +1,399 @@
+"""Run: sandbox ranks execute the program for real, in a world whose other ranks are virtual."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prismreplay.collect import stale
+from prismreplay.collect.collecting import limit_of_open_files, run_folder, uninterrupted
+from prismreplay.collect.executor import Executor
+from prismreplay.collect.handover import Parcel, Place
+from prismreplay.collect.logs import RankLogs
+from prismreplay.collect.pool import Job, Observed, RankProcess, preload, start_rank
+from prismreplay.collect.programs import ProgramCall
+from prismreplay.errors import PlanError
+from prismreplay.plan import Plan, PlannedWorld
+from prismreplay.run.clock import RunClock
+from prismreplay.run.following import Placed, followers_of
+from prismreplay.run.hub import Hub, serve_store
+from prismreplay.run.hybrid import HybridCoordinator, World
+from prismreplay.run.ledger import Ledger
+from prismreplay.run.marks import Memory, RankSummary, StepMark
+from prismreplay.run.timekeeping import Entry, Timekeeper
+from prismreplay.run.virtual_members import VirtualMembers
+from prismreplay.runtime.operations import Op
+from prismreplay.tensors.choices import TensorChoices
+from prismreplay.tensors.recorded import RecordedTensors
+from prismtrace.output import writable_target
+from prismtrace.ranks import format_ranks
+from prismtrace.recorder import AssembleReport, SpanWriter, assemble
+from prismtrace.schema import SliceInfo, TraceHeader, TraceKind
+from prismtrace.trace import Trace
+
+__all__ = ["RunOptions", "RunOutcome", "Timing", "run_sandbox"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When virtual ranks arrive.
+
+    Attributes:
+        plan: what says it; None: they are always there.
+        transfer_ns: of an operation that goes through the hub, where the plan or, without one,
+            nothing at all shall not say it.
+    """
+
+    plan: Plan | None = None
+    transfer_ns: Callable[[Entry], int] | None = None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How to run.
+
+    Attributes:
+        sandbox: ranks that execute.
+        tensors: what virtual ranks contribute.
+        local_world_size: ranks of one host, as the program sees it; None: all.
+        log_dir: where the output of ranks goes; None: beside the result.
+        shown: ranks whose output is passed on.
+        quiet_stdout: pass output on to stderr only.
+        shm_dir: folder for the tensors that ranks hand over; None: memory.
+        check: compare all inputs of sandbox ranks with this recording; not for timing.
+        slice: which slice this is; None: a run.
+        real_groups: have torch's backend perform what sandbox ranks do among themselves.
+    """
+
+    sandbox: tuple[int, ...]
+    tensors: TensorChoices = field(default_factory=TensorChoices)
+    local_world_size: int | None = None
+    log_dir: Path | None = None
+    shown: Collection[int] | None = None
+    quiet_stdout: bool = False
+    shm_dir: Path | None = None
+    check: RecordedTensors | None = None
+    slice: SliceInfo | None = None
+    real_groups: bool = True
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """What a run left. Times in seconds or ns, as their names say; `origin_ns` on the machine's
+    monotonic clock, as all times of the trace.
+    """
+
+    output: Path
+    log_dir: Path
+    made: AssembleReport
+    coordinator: HybridCoordinator
+    world: World
+    marks: tuple[StepMark, ...]
+    summaries: dict[int, RankSummary]
+    origin_ns: int
+    start_s: float
+    wall_s: float
+    cleaned: stale.Cleaned
+
+
+def run_sandbox(
+    program: ProgramCall,
+    graph: Trace,
+    output: Path,
+    options: RunOptions,
+    timing: Callable[[], Timing] = Timing,
+    *,
+    progress: Callable[[int, str], None] | None = None,
+) -> RunOutcome:
+    """Run the sandbox ranks of a job and write their trace to `output`.
+
+    Call it in a process without other threads: ranks are forked from it.
+
+    Args:
+        program: what each rank runs.
+        graph: of the whole job, bare or calibrated; sandbox ranks are held to it.
+        output: their trace; a file that is there is replaced once the run has succeeded.
+        options: how.
+        timing: makes what says when virtual ranks arrive; called once ranks are forked.
+        progress: told twice a second how many ranks have ended, and what else there is to say.
+
+    Raises:
+        ProgramError: the program cannot be started.
+        RankFailedError: a rank failed.
+        PlanError: the program does something else than its graph.
+        DeadlockError: ranks wait for what never comes.
+        MismatchError: communications of two ranks do not fit.
+        TensorRulesError, TensorRecordingError: of what virtual ranks contribute.
+        OutputError: trace or logs cannot be written.
+    """
+    begun = time.monotonic()
+    program.check()
+    _check_sandbox(options.sandbox, graph.header.world_size)
+    target = writable_target(output)
+    log_dir = options.log_dir or output.with_suffix(".logs")
+    shown = options.sandbox[:1] if options.shown is None else options.shown
+    logs = RankLogs(log_dir, graph.header.world_size, shown, options.quiet_stdout)
+    logs.prepare()
+    cleaned = stale.clean()
+    with run_folder() as folder:
+        ledger = Ledger(options.sandbox)
+        job = Job(
+            program=program,
+            world_size=graph.header.world_size,
+            local_world_size=options.local_world_size or graph.header.world_size,
+            run=folder.name,
+            place=Place(options.shm_dir),
+            observe=functools.partial(_observe, folder, options, graph.header.world_size, ledger),
+        )
+        with limit_of_open_files(len(options.sandbox)) as limits:
+            run = _Run(job.limited(limits), graph, options, logs, folder, ledger)
+            run.perform(timing, progress)
+        made = run.assemble(target)
+    return RunOutcome(
+        output=output,
+        log_dir=log_dir,
+        made=made,
+        coordinator=run.coordinator,
+        world=run.world,
+        marks=tuple(run.hub.marks),
+        summaries=run.hub.summaries,
+        origin_ns=run.origin_ns,
+        start_s=run.started - begun,
+        wall_s=time.monotonic() - begun,
+        cleaned=cleaned,
+    )
+
+
+def _check_sandbox(sandbox: Sequence[int], world_size: int) -> None:
+    if not sandbox or max(sandbox) >= world_size or min(sandbox) < 0:
+        raise PlanError(
+            f"sandbox ranks {format_ranks(tuple(sandbox)) or 'none'} of a world of {world_size}",
+            hint="name ranks of the job: --sandbox 0-1",
+        )
+
+
+class _Run:
+    """One run, from the first fork to the end of the last rank."""
+
+    def __init__(
+        self,
+        job: Job,
+        graph: Trace,
+        options: RunOptions,
+        logs: RankLogs,
+        folder: Path,
+        ledger: Ledger,
+    ) -> None:
+        self.started = 0.0
+        self.origin_ns = 0
+        self.coordinator: HybridCoordinator
+        self.world: World
+        self.hub: Hub
+        self._job = job
+        self._graph = graph
+        self._options = options
+        self._logs = logs
+        self._folder = folder
+        self._ledger = ledger
+
+    def perform(
+        self, timing: Callable[[], Timing], progress: Callable[[int, str], None] | None
+    ) -> None:
+        """Run all sandbox ranks to their end."""
+        preload()
+        ranks: list[RankProcess] = []
+        pipes: list[int] = []
+        sandbox = self._options.sandbox
+        try:
+            for rank in sandbox:
+                streams, reads = self._logs.open(rank)
+                pipes += reads
+                ranks.append(start_rank(self._job, rank, streams, self._descriptors(ranks)))
+            stale.note_groups(self._folder, [one.pid for one in ranks])
+        finally:
+            self.coordinator = HybridCoordinator(
+                sandbox, self._job.world_size, Executor(self._job.place)
+            )
+            self.hub = Hub(
+                self.coordinator, ranks, self._logs, self._ledger, self._ticker(progress)
+            )
+            self.hub.watch_output(pipes)
+            self._run_ranks(timing, complete=len(ranks) == len(sandbox))
+
+    def _run_ranks(self, timing: Callable[[], Timing], *, complete: bool) -> None:
+        import torch
+
+        # What belongs to ranks is forked; from here on this process may have threads.
+        torch.set_num_threads(1)
+        try:
+            if complete:
+                said = timing()
+                store = self._serve_store()
+                members = self._members()
+                followers = followers_of(self._graph, self._options.sandbox)
+                self.started = time.monotonic()
+                self.origin_ns = self.hub.begin_at()
+                planned = None if said.plan is None else PlannedWorld(said.plan)
+                self.world = World(
+                    followers=followers,
+                    members=members,
+                    keeper=Timekeeper(planned, self.origin_ns, said.transfer_ns),
+                    planned=planned,
+                    check=self._check if self._options.check is not None else None,
+                )
+                self.coordinator.begin_in(self.world)
+                self.hub.run()
+                del store
+        except BaseException:
+            with uninterrupted():
+                self.hub.stop()
+            self._save_finished_steps()
+            raise
+        with uninterrupted():
+            self.hub.stop()
+
+    def _serve_store(self) -> object:
+        if len(self._options.sandbox) < 2:
+            return None
+        store, self._ledger.store_port = serve_store()
+        return store
+
+    def _members(self) -> VirtualMembers:
+        sources = self._options.tensors.make_sources(self._job.world_size)
+        return VirtualMembers(sources, self._job.place)
+
+    def _check(self, rank: int, op: Op, placed: Placed, inputs: Parcel) -> None:
+        """Compare what a sandbox rank contributes with what it contributed when recorded."""
+        recorded = self._options.check
+        if recorded is None or placed.round_ or not op.inputs:
+            return
+        recorded.require_equal(rank, op, inputs.tensors(op.inputs))
+
+    def _ticker(self, progress: Callable[[int, str], None] | None) -> Callable[[int], None] | None:
+        if progress is None:
+            return None
+        counts = self.coordinator.counts
+
+        def tick(ended: int) -> None:
+            done = counts.collectives + counts.messages + counts.supplied
+            progress(ended, f"{done:,} communications")
+
+        return tick
+
+    def _descriptors(self, ranks: list[RankProcess]) -> list[int]:
+        ends = [number for one in ranks for number in (one.channel.fileno(), one.pidfd)]
+        return [*ends, *self._logs.descriptors]
+
+    # --- the trace --------------------------------------------------------------------
+
+    def assemble(self, target: Path) -> AssembleReport:
+        """Write the trace of the sandbox ranks."""
+        from prismreplay.runtime.axes import axis_of
+
+        return assemble(self._folder, target, header=self._header(), axis_of=axis_of)
+
+    def _header(self) -> TraceHeader:
+        from prismtrace import __version__
+
+        known, info = self._graph.header, self._options.slice
+        if info is not None:
+            info = info.model_copy(update={"origin_ns": self.origin_ns})
+        return TraceHeader(
+            kind=TraceKind.RECORDED if info is None else TraceKind.SLICE,
+            world_size=known.world_size,
+            ranks=(),
+            axes=known.axes,
+            groups=known.groups,
+            slice=info,
+            fold_order=known.fold_order,
+            created_by=f"prismreplay {'run' if info is None else 'slice'} {__version__}",
+            sources=(self._job.program.path,),
+        )
+
+    def _save_finished_steps(self) -> None:
+        """After a failure: say where the steps are that all sandbox ranks have finished."""
+        target = self._logs.folder.with_suffix(".partial.parquet")
+        with suppress(Exception):  # what went wrong before is what has to be told
+            made = self.assemble(target)
+            if not made.steps:
+                target.unlink(missing_ok=True)
+                return
+            print(
+                f"the {len(made.steps)} steps that all sandbox ranks finished are in {target}",
+                file=sys.stderr,
+            )
+
+
+# --- in a rank -----------------------------------------------------------------------------
+
+
+def _observe(
+    folder: Path, options: RunOptions, world_size: int, ledger: Ledger, rank: int
+) -> Observed:
+    """What turns a rank's communications into its trace, and its role; called in the rank."""
+    from prismreplay.run.holding import Holder
+    from prismreplay.run.role import SandboxRole
+    from prismreplay.runtime.annotations import make_recorder
+
+    options.tensors.prepare_rank()
+    clock = RunClock()
+    Holder(clock.machine).hold_until(ledger.origin_ns)
+    writer = SpanWriter(folder / f"rank{rank}.spool", rank=rank, world_size=world_size)
+    recorder = make_recorder(writer, clock=clock.now)
+    roles: list[SandboxRole] = []
+
+    def make_role(connection: Any, place: Place) -> SandboxRole:
+        role = SandboxRole(
+            connection,
+            place,
+            rank=rank,
+            sandbox=options.sandbox,
+            clock=clock,
+            ledger=ledger,
+            recorder=recorder,
+            real_groups=options.real_groups and options.check is None,
+        )
+        roles.append(role)
+        _mark_steps(rank, recorder, clock, connection)
+        return role
+
+    def finish() -> None:
+        recorder.finish()
+        roles[0].tell_summary()
+
+    return Observed(
+        recorder,
+        finish=finish,
+        flush=writer.flush,
+        step=lambda: recorder.position.step,
+        role=make_role,
+    )
+
+
+def _mark_steps(rank: int, recorder: Any, clock: RunClock, connection: Any) -> None:
+    """Tell the hub of every step that is over."""
+    memory, position = Memory(), recorder.position
+    over = position.step_over
+
+    def mark() -> None:
+        over()
+        begun = clock.machine()
+        mark = StepMark(
+            rank,
+            position.step_done,
+            begun,
+            clock.debt_ns,
+            clock.late_ns,
+            clock.handing_ns,
+            *memory.read(),
+        )
+        connection.tell(("step", tuple(mark)))
+        clock.handed_over(clock.machine() - begun)
+
+    position.step_over = mark
