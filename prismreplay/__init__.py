@@ -1,10 +1,29 @@
-"""Execution: collect a job's graph, time it slice by slice, run a few ranks for real.
+"""Execution: collect a job's graph, record a true run, time slices, run a few ranks for real.
 
-This release ships `prismreplay doctor`, which says what the machine can do. Importing the
-package imports neither torch nor CUDA; only the commands that execute something do.
+Importing the package imports next to nothing: torch does so in every process in which the
+package is installed (`prismreplay.runtime.bootstrap`).
 """
 
-from prismreplay.doctor import Check, Report, Status, examine
-from prismreplay.errors import ReplayError
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prismreplay.doctor import Check, Report, Status, examine
+    from prismreplay.errors import ReplayError
 
 __all__ = ["Check", "ReplayError", "Report", "Status", "examine"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'prismreplay' has no attribute {name!r}")
+    module = "prismreplay.errors" if name == "ReplayError" else "prismreplay.doctor"
+    value = getattr(import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
