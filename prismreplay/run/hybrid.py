@@ -49,13 +49,17 @@ class World:
 
 @dataclass
 class GroupUse:
-    """What became of a process group. `ranks` are all members, `sandbox` those that run."""
+    """What became of a process group. `ranks` are all members, `sandbox` those that run.
+
+    `real_operations` of its `operations` were performed by the real backend.
+    """
 
     name: str
     desc: str
     ranks: tuple[int, ...]
     sandbox: tuple[int, ...]
     operations: int = 0
+    real_operations: int = 0
     nbytes: int = 0
     transfer_sources: Counter[str] = field(default_factory=Counter)
 
@@ -121,7 +125,7 @@ class HybridCoordinator(Coordinator):
         Raises:
             PlanError: the graph has no such operation.
         """
-        self._note_use(op, self._world.followers[rank].place(op))
+        self._note_use(op, self._world.followers[rank].place(op)).real_operations += 1
 
     def deadlock(self) -> DeadlockError:
         """What to say when it is stuck."""
@@ -248,7 +252,7 @@ class HybridCoordinator(Coordinator):
             return op.peer in self._virtual
         return not self._virtual.isdisjoint(op.group.ranks)
 
-    def _note_use(self, op: Op, placed: Placed) -> None:
+    def _note_use(self, op: Op, placed: Placed) -> GroupUse:
         use = self.uses.get(op.group.key)
         if use is None:
             members = op.group.ranks
@@ -261,3 +265,4 @@ class HybridCoordinator(Coordinator):
         use.operations += 1
         use.nbytes += op.payload_bytes
         use.transfer_sources[placed.transfer_source or "none"] += 1
+        return use
