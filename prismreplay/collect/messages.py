@@ -41,7 +41,7 @@ Message = tuple[Any, ...]
 
 _HEADER = struct.Struct("<IB")  # length of the pickle, number of files with it
 _READ_SIZE = 1 << 18
-_MOST_FILES = 16
+_FILES_SPACE = socket.CMSG_SPACE(16 * struct.calcsize("i"))
 
 
 class Channel:
@@ -106,10 +106,13 @@ class Channel:
 
     def _read(self, flags: int) -> None:
         try:
-            data, files, _, _ = socket.recv_fds(self._sock, _READ_SIZE, _MOST_FILES, flags)
+            # Not socket.recv_fds, which forgets its flags.
+            data, extra, _, _ = self._sock.recvmsg(_READ_SIZE, _FILES_SPACE, flags)
         except ConnectionResetError as error:
             raise EOFError from error
-        self._files.extend(files)
+        for level, kind, content in extra:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._files.extend(memoryview(content).cast("i"))
         if not data:
             raise EOFError
         self._buffer += data

@@ -102,9 +102,10 @@ class ProgramCall:
             runpy.run_path(self.path, run_name="__main__")
             return
         sys.path.insert(0, os.path.realpath(path.parent))
-        main.__file__ = self.path
-        main.__loader__ = SourceFileLoader("__main__", self.path)
-        code = compile(path.read_bytes(), self.path, "exec", dont_inherit=True)
+        full = os.path.abspath(path)  # noqa: PTH100  as Python: without following links
+        main.__file__ = full
+        main.__loader__ = SourceFileLoader("__main__", full)
+        code = compile(path.read_bytes(), full, "exec", dont_inherit=True)
         exec(code, main.__dict__)  # noqa: S102  this is what the user asked for
 
 

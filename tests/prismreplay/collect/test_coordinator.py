@@ -36,7 +36,7 @@ class Summing:
 
     known: dict[tuple[int, Call], Any] = field(default_factory=dict)
 
-    def supply(self, rank: int, op: Op, inputs: Any) -> tuple[Any, Sequence[Any]] | None:
+    def supply(self, rank: int, op: Op, _inputs: Any) -> tuple[Any, Sequence[Any]] | None:
         found = self.known.get((rank, op.call))
         return None if found is None else (Parcel(found), [(0, 4)])
 
@@ -54,7 +54,9 @@ class Table:
         self.performer = Summing()
         self.coordinator = Coordinator(range(len(programs)), slots, self.performer, policy=policy)
         self.ranks = [Rank(self.coordinator, rank, len(programs)) for rank in range(len(programs))]
-        self._running = {one.rank: program(one) for one, program in zip(self.ranks, programs)}
+        self._running = {
+            one.rank: program(one) for one, program in zip(self.ranks, programs, strict=True)
+        }
         self.most = 0
         for running in self._running.values():
             next(running)
@@ -202,7 +204,7 @@ def test_waiting_for_a_rank_that_has_ended_is_told_although_others_go_on() -> No
         yield
         yield from me.wait(me.all_reduce(1))
 
-    def gone(me: Rank) -> Any:
+    def gone(_: Rank) -> Any:
         yield
 
     with pytest.raises(DeadlockError, match="program of rank 2 has ended without") as caught:
