@@ -222,7 +222,7 @@ def draw_batch(seed: int, size: int, length: int, device: torch.device) -> tuple
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(corpus) - length - 1, (size, 1), generator=generator)
     pieces = corpus[starts + torch.arange(length + 1)].to(device)
-    return pieces[:, :-1], pieces[:, 1:]
+    return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
 
 
 def write_results(folder: str, losses: list[float], modules: Iterable[nn.Module]) -> None:
