@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from polars.io.plugins import register_io_source
 
 from prismcalib.block_graph import graph_from_blocks
 from prismcalib.blocks import Block, Layout
@@ -31,6 +30,7 @@ from prismcalib.coarsening import (
 )
 from prismcalib.contraction import Net, contract
 from prismcalib.graph import Graph, Int32Array
+from prismcalib.made_table import made_table
 from prismcalib.propagation import propagate
 from prismcalib.waiting import waiting_rows
 from prismtrace.schema import TraceHeader
@@ -175,30 +175,13 @@ class _Pieces:
 
     def table(self) -> pl.LazyFrame:
         """The node table; read block by block."""
-        numbers = sequence_numbers(self._collectives())
-        make = self._maker(numbers)
+        make = self._maker(sequence_numbers(self._collectives()))
 
-        def read(
-            with_columns: list[str] | None,
-            predicate: pl.Expr | None,
-            n_rows: int | None,
-            batch_size: int | None,
-        ) -> Iterator[pl.DataFrame]:
-            del batch_size
-            left = n_rows
-            for block in self.layout.blocks():
-                made = make(block)
-                made = made if predicate is None else made.filter(predicate)
-                made = made if with_columns is None else made.select(with_columns)
-                if left is not None:
-                    made = made.head(left)
-                    left -= made.height
-                yield made
-                if left == 0:
-                    return
+        def blocks(_: list[str] | None) -> Iterator[pl.DataFrame]:
+            return (make(block) for block in self.layout.blocks())
 
         sample = next(iter(self.layout.blocks(block_rows=1)))
-        return register_io_source(read, schema=make(sample).schema)
+        return made_table(blocks, make(sample).schema)
 
     def _maker(self, numbers: pl.DataFrame) -> Callable[[Block], pl.DataFrame]:
         def make(block: Block) -> pl.DataFrame:

@@ -7,11 +7,10 @@ import polars as pl
 
 from prismcalib.block_graph import step_model
 from prismcalib.blocks import Layout
-from prismcalib.estimates import EstimateRange, duration_factors, path_shares, scaled
+from prismcalib.estimates import EstimateRange, duration_factors, range_of, scaled
 from prismcalib.extent import extent_of
 from prismcalib.paths import CriticalPath, inner_idle
 from prismcalib.prediction import Prediction, path_basis, rank_times
-from prismcalib.propagation import propagate_batch
 from prismcalib.step_times import step_table_of, warmup_of
 from prismcalib.trail import marked_path
 from prismtrace.schema import TransferSource
@@ -67,12 +66,4 @@ def _estimates(layout: Layout, path: CriticalPath) -> EstimateRange | None:
             durations[block.part, column] = scaled(graph.duration_ns[block.part], factor)
         ids = block.nodes["id"].filter(open_ended)
         unknown.append(ids.filter(ids.is_in(of_path)))
-    shortest, longest = model.typical_each(
-        propagate_batch(model.graph, durations, steps=model.number)
-    )
-    return EstimateRange(
-        low_ns=round(shortest),
-        high_ns=round(longest),
-        shares=path_shares(path, pl.lit(value=True)),
-        unknown=path_shares(path, pl.col("id").is_in(pl.concat(unknown).implode())),
-    )
+    return range_of(model, durations, path, pl.concat(unknown))

@@ -24,6 +24,7 @@ from prismcalib.assembly import Assembly
 from prismcalib.errors import MergeInputError
 from prismcalib.graph import Graph, Int64Array
 from prismcalib.lists import lists_like, lists_of
+from prismcalib.made_table import made_table
 from prismcalib.propagation import Timing
 from prismcalib.rows import ABSENT, in_order, list_lengths, whole_rank_rows
 from prismcalib.steady import chain_steps
@@ -116,29 +117,7 @@ class Calibrated:
 
     def table(self) -> pl.LazyFrame:
         """The node table; read block by block, only the columns that are asked for."""
-
-        def read(
-            with_columns: list[str] | None,
-            predicate: pl.Expr | None,
-            n_rows: int | None,
-            batch_size: int | None,
-        ) -> Iterator[pl.DataFrame]:
-            del batch_size
-            left = n_rows
-            wanted = None if with_columns is None else list(with_columns)
-            if wanted is not None and predicate is not None:
-                wanted = list(dict.fromkeys([*wanted, *predicate.meta.root_names()]))
-            for block in self.blocks(wanted):
-                part = block if predicate is None else block.filter(predicate)
-                part = part if with_columns is None else part.select(with_columns)
-                if left is not None:
-                    part = part.head(left)
-                    left -= part.height
-                yield part
-                if left == 0:
-                    return
-
-        return register_io_source(read, schema=self.schema)
+        return made_table(self.blocks, self.schema)
 
     def blocks(self, columns: Sequence[str] | None = None) -> Iterator[pl.DataFrame]:
         """Blocks of whole ranks, in order."""

@@ -21,7 +21,7 @@ from prismcalib.propagation import propagate_batch
 from prismcalib.steps import StepModel
 from prismtrace.schema import P2P_KINDS, TraceHeader, TransferSource
 
-__all__ = ["EstimateRange", "duration_factors", "estimate_range", "path_shares", "scaled"]
+__all__ = ["EstimateRange", "duration_factors", "estimate_range", "range_of", "scaled"]
 
 FloatArray = NDArray[np.float64]
 
@@ -71,15 +71,25 @@ def estimate_range(
         return None
     low, high, unknown = duration_factors(rows, header)
     durations = np.stack([scaled(graph.duration_ns, low), scaled(graph.duration_ns, high)], axis=1)
-    model = StepModel.of(graph, rows, header)
+    ids = rows["id"].filter(unknown)
+    return range_of(StepModel.of(graph, rows, header), durations, path, ids)
+
+
+def range_of(
+    model: StepModel, durations: Int64Array, path: CriticalPath, unknown_ids: pl.Series
+) -> EstimateRange:
+    """The range between two sets of durations int64[n, 2].
+
+    `unknown_ids`: nodes, at least those of the path, that were estimated nobody knows how well.
+    """
     shortest, longest = model.typical_each(
         propagate_batch(model.graph, durations, steps=model.number)
     )
     return EstimateRange(
         low_ns=round(shortest),
         high_ns=round(longest),
-        shares=path_shares(path, pl.lit(value=True)),
-        unknown=path_shares(path, pl.col("id").is_in(rows["id"].filter(unknown).implode())),
+        shares=_shares(path, pl.lit(value=True)),
+        unknown=_shares(path, pl.col("id").is_in(unknown_ids.implode())),
     )
 
 
@@ -123,7 +133,7 @@ def duration_factors(rows: pl.DataFrame, header: TraceHeader) -> tuple[Any, Any,
     return found["low"].fill_null(1.0).to_numpy(), found["high"].fill_null(1.0).to_numpy(), unknown
 
 
-def path_shares(path: CriticalPath, chosen: pl.Expr) -> dict[str, float]:
+def _shares(path: CriticalPath, chosen: pl.Expr) -> dict[str, float]:
     """Share of the path by source, of the chosen segments that were not measured."""
     parts = (
         path.segments.filter(chosen & (pl.col("transfer_source") != TransferSource.MEASURED.value))
