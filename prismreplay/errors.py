@@ -99,8 +99,15 @@ class DeadlockError(ReplayError):
 
     code = "deadlock"
 
-    def __init__(self, message: str, *, report: str = "", hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: str | None = None,
+        report: str = "",
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, where=where, hint=hint)
         self.report = report
 
 

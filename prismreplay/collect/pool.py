@@ -204,7 +204,7 @@ def _rank_main(job: Job, rank: int, streams: Streams, channel: Channel, parent: 
     if job.open_files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, job.open_files)
     os.environ.update(environment(job, rank))
-    _reseed()
+    _prepare_torch()
     faulthandler.enable()
     observed: Observed | None = None
 
@@ -280,10 +280,16 @@ def _text_stream(number: int, errors: str) -> Any:
     return open(number, "w", buffering=1, encoding="utf-8", errors=errors, closefd=False)
 
 
-def _reseed() -> None:
-    """Random state that nobody has set: unlike in other ranks, as in separate processes."""
+def _prepare_torch() -> None:
+    """What torch reads when it is imported: here that was before the fork.
+
+    Random state that nobody has set is unlike in other ranks, as in separate processes.
+    """
     import torch
 
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > 0:
+        torch.set_num_threads(int(threads))
     torch.seed()
     random.seed()
     numpy = sys.modules.get("numpy")
