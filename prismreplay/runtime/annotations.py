@@ -31,9 +31,7 @@ __all__ = ["make_recorder", "watch"]
 _STAGES = "torch.distributed.pipelining.stage"
 
 
-def make_recorder(
-    writer: SpanWriter, *, clock: Callable[[], int] | None = None
-) -> GraphRecorder:
+def make_recorder(writer: SpanWriter, *, clock: Callable[[], int] | None = None) -> GraphRecorder:
     """The recorder of this process, with all hooks installed.
 
     Args:
@@ -116,12 +114,8 @@ def _watch_backward(position: ProgramPosition) -> None:
 
 
 def _watch_optimizers(position: ProgramPosition) -> None:
-    register_optimizer_step_pre_hook(
-        lambda optimizer, *_: position.begin_optimizer(id(optimizer))
-    )
-    register_optimizer_step_post_hook(
-        lambda optimizer, *_: position.end_optimizer(id(optimizer))
-    )
+    register_optimizer_step_pre_hook(lambda optimizer, *_: position.begin_optimizer(id(optimizer)))
+    register_optimizer_step_post_hook(lambda optimizer, *_: position.end_optimizer(id(optimizer)))
     make = torch.optim.Optimizer.__init__
 
     @functools.wraps(make)

@@ -69,24 +69,34 @@ class ProgramPosition:
     _stepped: set[Hashable] = field(default_factory=set)
     _ranges: list[tuple[str, Annotation]] = field(default_factory=list)
     _chunks: list[tuple[int, int | None, str]] = field(default_factory=list)
+    _place: Place = (None, None, None, "other")
+    _busy: bool = False
+    """A phase is certain: autograd or an optimizer works."""
     _backwards: int = 0
     _optimizing: int = 0
     _messages: dict[tuple[str, int, bool], deque[_Message]] = field(default_factory=dict)
 
     def place(self) -> Place:
         """Where the program is."""
+        if not self._busy and self.in_backward is not None and self.in_backward():
+            return (*self._place[:3], "backward")
+        return self._place
+
+    def _refresh(self) -> None:
+        """Something changed; communications are many more than changes."""
         microbatch, chunk = None, None
         if self._chunks:
             microbatch, chunk, _ = self._chunks[-1]
         else:
             said = [each.microbatch for _, each in self._ranges if each.microbatch is not None]
             microbatch = said[-1] if said else None
-        return (self.step, microbatch, chunk, self._phase())
+        self._busy = bool(self._optimizing or self._backwards)
+        self._place = (self.step, microbatch, chunk, self._phase())
 
     def _phase(self) -> str:
         if self._optimizing:
             return "optimizer"
-        if self._backwards or (self.in_backward is not None and self.in_backward()):
+        if self._backwards:
             return "backward"
         if self._chunks:
             return self._chunks[-1][2]
@@ -103,6 +113,7 @@ class ProgramPosition:
         if self._leaving:
             self._leaving = False
             self.step = None
+            self._refresh()
         if self._ending:
             self._ending = False
             self._stepped.clear()
@@ -110,12 +121,14 @@ class ProgramPosition:
                 self.step_done = self.step
                 self.step += 1
                 self.uncertain = True
+                self._refresh()
                 self.step_over()
 
     def _move(self, change: Callable[[], Any]) -> None:
         """Change the place; if it really differs, the segment ends at the old one."""
         before = self.place()
         change()
+        self._refresh()
         if self.place() != before:
             self.cut(before)
 
@@ -161,6 +174,7 @@ class ProgramPosition:
             self.named()
         # A program that counts anew in every epoch goes on counting here.
         self.step = self._last_step = max(number, self._last_step + 1)
+        self._refresh()
 
     # Autograd and optimizers --------------------------------------------------------------
 
@@ -179,6 +193,7 @@ class ProgramPosition:
             self.cut(self.place())
             self.step = 0
             self.uncertain = True
+            self._refresh()
 
     def begin_optimizer(self, optimizer: Hashable) -> None:
         """An optimizer is about to step."""

@@ -80,14 +80,13 @@ class RecordRole:
         self, op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], call: Callable[[], Any]
     ) -> _Recorded:
         """See `prismreplay.runtime.roles.Role`."""
-        for tensor in (*inputs, *outputs):
-            if tensor.is_cuda:
-                raise UnsupportedOperationError(
-                    "recording a communication of CUDA tensors",
-                    where=f"{op.kind} group={op.group.name}",
-                    hint="profile the run with torch.profiler, then `prismtrace convert`",
-                )
-            break
+        moved = inputs or outputs
+        if moved and moved[0].is_cuda:
+            raise UnsupportedOperationError(
+                "recording a communication of CUDA tensors",
+                where=f"{op.kind} group={op.group.name}",
+                hint="profile the run with torch.profiler, then `prismtrace convert`",
+            )
         token, begin = self._recorder.latest
         work = call()
         return _Recorded(self._recorder, token, begin, op, work, watched=_is_asynchronous(op, call))
@@ -101,7 +100,7 @@ def _is_asynchronous(op: Op, call: Callable[[], Any]) -> bool:
     """Whether the program goes on while it runs, and the backend can tell when it is complete."""
     if op.call in (Call.SEND, Call.RECV):
         return False
-    arguments = getattr(call, "args", ())
+    arguments: Sequence[Any] = getattr(call, "args", ())
     return bool(arguments) and bool(getattr(arguments[-1], "asyncOp", True))
 
 
