@@ -8,6 +8,7 @@ import typer
 
 from prismreplay.commands_collect import collect
 from prismreplay.commands_record import record
+from prismreplay.commands_slice import slice_
 from prismtrace import console
 
 __all__ = ["app", "main"]
@@ -20,6 +21,7 @@ app = console.new_app(
 # What comes after the program's name is the program's own, also without two dashes.
 app.command(context_settings={"allow_interspersed_args": False})(collect)
 app.command(context_settings={"allow_interspersed_args": False})(record)
+app.command("slice")(slice_)
 
 
 @app.command()

@@ -17,7 +17,7 @@ from prismreplay.collect.programs import ProgramCall
 from prismreplay.errors import SliceError
 from prismreplay.slicing.cutting import cut_to_steps
 from prismreplay.slicing.fingerprint import fingerprint_of
-from prismreplay.slicing.placing import Places, places_of
+from prismreplay.slicing.placing import places_of
 from prismreplay.slicing.progress import Execution, executions, look, make_room
 from prismreplay.slicing.rotation import rotate, ties_of, whole_groups
 from prismreplay.slicing.settling import Round, difference
@@ -55,6 +55,7 @@ class SliceOptions:
         shown: ranks whose output is passed on.
         quiet_stdout: pass it on to stderr only.
         shm_dir: folder for tensors that ranks hand over; None: memory.
+        comm_table, ranks_per_host: for merging between rounds, see `prismcalib merge`.
     """
 
     graph: Path
@@ -71,6 +72,8 @@ class SliceOptions:
     shown: tuple[int, ...] = ()
     quiet_stdout: bool = False
     shm_dir: Path | None = None
+    comm_table: Path | None = None
+    ranks_per_host: int | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def slice_job(
     Raises:
         SliceError: the graph is none, or slice `only` is no part of it, or does not fit others.
         OutputError: the folder cannot be written.
-        WorkFailed: a slice failed; those that were finished stay.
+        WorkError: a slice failed; those that were finished stay.
     """
     begun = time.monotonic()
     program.check()
@@ -179,12 +182,13 @@ class _Campaign:
     def run(self) -> tuple[Round, ...]:
         """All rounds; what changed from one to the next."""
         _make(self._folder)
-        if self._options.steps is not None:
+        steps = self._options.steps
+        if steps is not None:
             kept = self._folder / "bare.parquet"
-            cut_to_steps(self._bare, self._options.steps, kept)
+            cut_to_steps(self._bare, steps, kept)
             self._graph = (kept,)
         if not self._options.refine:
-            self._run_round(self._folder, None)
+            self._run_round(self._folder, None, steps)
             return ()
         changes: list[Round] = []
         before = self._timeline(0, None)
@@ -229,26 +233,32 @@ class _Campaign:
 
         folder = self._round_folder(number)
         result = folder / "calibrated.parquet"
-        ran = self._run_round(folder, arrivals)
+        # With all steps: what comes later depends on when the virtual ranks began.
+        ran = self._run_round(folder, arrivals, None)
         if ran or not result.is_file():
             self._progress(0, 0, f"merging round {number}")
             files = [folder / one.name for one in sorted(self._wanted)]
-            options = MergeOptions(bare=_opened(self._graph), warmup=self._options.warmup)
+            options = MergeOptions(
+                bare=self._bare,
+                warmup=self._options.warmup,
+                unfold=bool(self._bare.header.symmetry),
+                comm_table=self._options.comm_table,
+                ranks_per_host=self._options.ranks_per_host,
+            )
             merge(files, slices=options).write(result)
         return result
 
-    def _run_round(self, folder: Path, arrivals: Path | None) -> int:
+    def _run_round(self, folder: Path, arrivals: Path | None, steps: tuple[int, int] | None) -> int:
         """Make the executions that are not in `folder`; how many."""
         _make(folder)
         options = self._options
-        steps = "all" if options.steps is None else "{}-{}".format(*options.steps)
         fingerprint = fingerprint_of(
             self._program,
             self._bare.paths,
             self._rotation,
             local_world_size=self._local_world_size,
             sources=options.tensors.sources,
-            steps=steps,
+            steps="all" if steps is None else "{}-{}".format(*steps),
             arrivals=arrivals,
             more={"routing": repr(options.tensors.routing)},
         )
@@ -261,7 +271,7 @@ class _Campaign:
             make_room(found)
             due = [one for one in self._wanted if one not in found.finished]
             self._kept += len(found.finished)
-        tasks = [self._task(one, folder, fingerprint, arrivals) for one in due]
+        tasks = [self._task(one, folder, fingerprint, arrivals, steps) for one in due]
         self._outcomes = self._run_all(tasks, len(self._wanted) - len(due))
         self._ran += len(tasks)
         return len(tasks)
@@ -272,6 +282,7 @@ class _Campaign:
         folder: Path,
         fingerprint: dict[str, str],
         arrivals: Path | None,
+        steps: tuple[int, int] | None,
     ) -> SliceTask:
         options = self._options
         logs = folder / "logs" / Path(execution.name).stem
@@ -287,7 +298,7 @@ class _Campaign:
             fingerprint=fingerprint,
             shown=tuple(sorted(set(options.shown) & set(execution.ranks))),
             quiet_stdout=options.quiet_stdout,
-            steps=options.steps,
+            steps=steps,
             arrivals=arrivals,
             shm_dir=options.shm_dir,
             timing_true=self._places.timing_true,
@@ -322,11 +333,13 @@ class _Campaign:
 
     def _publish(self, last: Path) -> None:
         """Show the slices of the last round as the campaign's."""
-        names = {one.name for one in self._wanted}
         for old in self._folder.glob("slice-*.parquet"):
             old.unlink()
-        for name in sorted(names):
+        for name in sorted(one.name for one in self._wanted):
             source, target = last / name, self._folder / name
+            if self._options.steps is not None:
+                cut_to_steps(open_trace(source), self._options.steps, target)
+                continue
             try:
                 os.link(source, target)
             except OSError:
@@ -347,10 +360,6 @@ def _bare(path: Path) -> Trace:
             hint="`prismreplay collect` makes one",
         )
     return trace
-
-
-def _opened(paths: Sequence[Path]) -> Any:
-    return open_trace(list(paths))
 
 
 def _make(folder: Path) -> None:

@@ -56,10 +56,15 @@ def steps_only(trace: Trace, steps: tuple[int, int]) -> tuple[TraceHeader, pl.La
         .with_columns(id=node_ids(pl.col("rank"), pl.col("index")))
         .drop("begin", "end")
     )
-    header = trace.header.model_copy(
-        update={"steps": tuple(step for step in trace.header.steps if first <= step <= last)}
-    )
-    return header, _without_earlier(rows, trace)
+    return _header(trace.header, first, last), _without_earlier(rows, trace)
+
+
+def _header(header: TraceHeader, first: int, last: int) -> TraceHeader:
+    """That of some steps; they were not begun when the run was."""
+    made: dict[str, object] = {"steps": tuple(one for one in header.steps if first <= one <= last)}
+    if header.slice is not None:
+        made["slice"] = header.slice.model_copy(update={"origin_ns": None})
+    return header.model_copy(update=made)
 
 
 def _without_earlier(rows: pl.LazyFrame, trace: Trace) -> pl.LazyFrame:

@@ -124,7 +124,8 @@ def whole_groups(
 ) -> tuple[list[ProcessGroup], list[ProcessGroup]]:
     """Groups of several ranks that are real as a whole in some part, and those that are not."""
     part_of = {rank: number for number, part in enumerate(rotation) for rank in part}
-    whole, split = [], []
+    whole: list[ProcessGroup] = []
+    split: list[ProcessGroup] = []
     for group in groups:
         if len(group.ranks) < 2:
             continue

@@ -24,13 +24,13 @@ from typing import Any, Self
 from prismreplay.errors import ReplayError
 from prismtrace.errors import PrismError
 
-__all__ = ["Nursery", "WorkFailed", "Worker", "serve"]
+__all__ = ["Nursery", "WorkError", "Worker", "serve"]
 
 _PR_SET_PDEATHSIG = 1
 _REQUEST_BYTES = 1 << 17
 
 
-class WorkFailed(Exception):
+class WorkError(Exception):
     """A worker failed with an error of ours; `report` goes before it."""
 
     def __init__(self, error: BaseException, report: str = "") -> None:
@@ -54,14 +54,14 @@ class Worker:
         """Wait for what the work returns.
 
         Raises:
-            WorkFailed: it raised, or its process died.
+            WorkError: it raised, or its process died.
         """
         data = bytearray()
         with open(self.pipe, "rb") as file:  # noqa: PTH123  a descriptor
             while block := file.read(1 << 16):
                 data += block
         if not data:
-            raise WorkFailed(
+            raise WorkError(
                 ReplayError(
                     "the process that ran a slice was killed",
                     hint="most likely the machine ran out of memory: fewer slices at once "
@@ -70,7 +70,7 @@ class Worker:
             )
         kind, value, report = pickle.loads(data)  # noqa: S301  a process that we forked wrote it
         if kind == "failed":
-            raise WorkFailed(value, report)
+            raise WorkError(value, report)
         return value
 
 
@@ -171,22 +171,27 @@ def _bury(children: set[int], flags: int) -> None:
 
 def _work(request: bytes, pipe: int, work: Callable[[Any], Any]) -> None:
     """A worker: do it, say how it went, end."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    report = ""
     try:
-        answer = ("done", work(pickle.loads(request)))  # noqa: S301  from our own parent
-    except PrismError as error:
-        answer, report = ("failed", error), str(getattr(error, "report", ""))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        answer = _answer(request, work)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     except KeyboardInterrupt:
         os._exit(130)
-    except BaseException as error:  # noqa: BLE001  whatever it is, somebody has to be told
-        answer = ("failed", ReplayError(f"a slice failed: {type(error).__name__}: {error}"))
-        report = traceback.format_exc()
-    with contextlib.suppress(OSError), open(pipe, "wb") as file:  # noqa: PTH123
-        file.write(pickle.dumps((*answer, report)))
     sys.stdout.flush()
     sys.stderr.flush()
+    with contextlib.suppress(OSError), open(pipe, "wb") as file:
+        file.write(pickle.dumps(answer))
     os._exit(0)
+
+
+def _answer(request: bytes, work: Callable[[Any], Any]) -> tuple[str, Any, str]:
+    try:
+        return "done", work(pickle.loads(request)), ""  # noqa: S301  from our own parent
+    except PrismError as error:
+        return "failed", error, str(getattr(error, "report", ""))
+    except Exception as error:  # noqa: BLE001  whatever it is, somebody has to be told
+        told = ReplayError(f"a slice failed: {type(error).__name__}: {error}")
+        return "failed", told, traceback.format_exc()
 
 
 def _end_with(parent: int) -> None:

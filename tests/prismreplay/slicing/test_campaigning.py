@@ -5,16 +5,16 @@ import gc
 import os
 
 import pytest
+
 from prismcalib import SliceOptions as MergeOptions
 from prismcalib import merge
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.errors import SliceError
 from prismreplay.slicing.campaigning import SliceOptions, slice_job
 from prismreplay.slicing.placing import places_of
-from prismreplay.slicing.workers import Nursery, WorkFailed
-from prismtrace.trace import open_trace
+from prismreplay.slicing.workers import Nursery, WorkError
 from prismtrace.headers import read_header
-
+from prismtrace.trace import open_trace
 from tests.prismreplay.slicing.jobs import bare_graph, perform
 
 
@@ -32,7 +32,7 @@ def names(folder):
 
 
 def test_slices_merge_into_a_calibrated_trace(job):
-    folder, graph, run = job
+    _folder, graph, run = job
     report = run(SliceOptions(graph, 2, repeats=2))
     assert report.slices == ((0, 1), (2, 3))
     assert (report.ran, report.kept, report.settled) == (4, 0, True)
@@ -115,7 +115,7 @@ def test_refining_ends_when_durations_settle(job):
 
 
 def test_some_steps_only_fit_a_graph_of_these_steps(job):
-    folder, graph, run = job
+    _folder, graph, run = job
     report = run(SliceOptions(graph, 2, steps=(1, 1)))
     kept = open_trace(report.graph[0])
     assert kept.header.steps == (1,)
@@ -141,10 +141,10 @@ def fail(task):
 
 def test_failures_of_workers_come_through():
     with Nursery(gc.collect, fail) as nursery:
-        with pytest.raises(WorkFailed, match="this") as caught:
+        with pytest.raises(WorkError, match="this") as caught:
             nursery.start("this").result()
         assert caught.value.error.hint == "so"
-        with pytest.raises(WorkFailed, match="killed"):
+        with pytest.raises(WorkError, match="killed"):
             nursery.start("die").result()
 
 
@@ -159,3 +159,19 @@ def test_slices_run_side_by_side_where_there_are_cores():
     assert few.rooms == ((0, 1),)
     assert not few.timing_true
     assert places_of(9, rotation, range(2)).rooms == ((), (), ())
+
+
+def fail_at_second(task):
+    if task.execution.index == 1:
+        raise SliceError("it broke", where="slice 1")
+    return perform(task)
+
+
+def test_a_failure_ends_the_campaign_and_leaves_what_is_finished(job):
+    folder, graph, run = job
+    one_at_a_time = SliceOptions(graph, 2, devices=1)
+    with pytest.raises(WorkError, match="it broke"):
+        run(one_at_a_time, perform=fail_at_second)
+    assert names(folder / "slices") == ["slice-0000.parquet"]
+    report = run(one_at_a_time)
+    assert (report.ran, report.kept) == (1, 1)

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prismreplay.slicing.rotation import Ties, rotate, ties_of, whole_groups
-from prismtrace.trace import open_trace
-from prismtrace.schema import ProcessGroup
 
+from prismreplay.slicing.rotation import Ties, rotate, ties_of, whole_groups
+from prismtrace.schema import ProcessGroup
+from prismtrace.trace import open_trace
 from tests.prismreplay.slicing.jobs import bare_graph
 
 

@@ -1,0 +1,252 @@
+"""The command `prismreplay slice`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prismtrace import console
+
+if TYPE_CHECKING:
+    from prismreplay.slicing.campaigning import SliceOptions, SlicingReport
+
+__all__ = ["slice_"]
+
+
+def slice_(
+    graph: Annotated[
+        Path,
+        typer.Argument(readable=False, help="The job's graph, as `prismreplay collect` wrote it."),
+    ],
+    program: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- SCRIPT.py [ARGUMENTS]...",
+            help="The program and its own arguments, after two dashes. -m NAME runs a module.",
+        ),
+    ],
+    sandbox_size: Annotated[int, typer.Option(min=1, help="Ranks that are real at a time.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the slices.")] = Path(
+        "slices"
+    ),
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Devices to use; a slice takes one for each of its ranks and one for the "
+            "emulator, and several run at once where there is room. Default: the CPU cores.",
+        ),
+    ] = None,
+    tensors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULES|FOLDER|builtin:NAME",
+            help="What virtual ranks send: rules, or a recording. Repeatable; the first that "
+            "answers counts. Default: the recording beside the graph.",
+        ),
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Executions of every slice.")] = 1,
+    refine: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Slice again, at most so often, with virtual ranks arriving when the slices "
+            "before say, until durations settle.",
+        ),
+    ] = 0,
+    settled: Annotated[
+        float,
+        typer.Option(min=0, help="With --refine: changes up to this share count as none."),
+    ] = 0.02,
+    warmup: Annotated[
+        int,
+        typer.Option(min=0, help="First steps that are not typical; kept, not counted."),
+    ] = 1,
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST-LAST",
+            help="Keep these steps only, of the slices and in a copy of the graph beside them.",
+        ),
+    ] = None,
+    only: Annotated[
+        int | None, typer.Option(min=0, help="Run this slice alone, again if it is there.")
+    ] = None,
+    local_world_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks of one host, as the program sees it. Default: all."),
+    ] = None,
+    comm_table: Annotated[
+        Path | None,
+        typer.Option(help="With --refine: measured times of communications, as for merge."),
+    ] = None,
+    ranks_per_host: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --refine: ranks that share a host, as for merge."),
+    ] = None,
+    show_rank: Annotated[
+        str, typer.Option(help="Ranks whose output is shown, as in 0,3-5; all; none.")
+    ] = "none",
+    shm_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for tensors that ranks hand over. Default: memory."),
+    ] = None,
+    mock_router: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="Shares of tokens that experts get."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Measure every rank of a job, a few at a time, among virtual ones.
+
+    Each slice runs some ranks for real; what the others would send comes from a recording or from
+    rules, at once. Interrupted, it goes on where it stopped when it is called again.
+
+    Example: prismreplay slice bare.parquet --sandbox-size 2 -o slices -- train.py --steps 3
+    """
+    from prismreplay.collect.programs import program_of
+
+    call = program_of(program)
+    call.check()
+    if only is not None and refine:
+        raise typer.BadParameter("--only runs one slice again; --refine needs all of them")
+    if shm_dir is not None and not shm_dir.is_dir():
+        raise typer.BadParameter(f"--shm-dir {shm_dir} is no folder")
+    # Before torch is imported, which counts its threads then.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from prismreplay.slicing.campaigning import SliceOptions, slice_job
+    from prismreplay.slicing.running import perform, prepare
+    from prismreplay.slicing.workers import WorkError
+    from prismreplay.tensors.choices import read_choices
+
+    options = SliceOptions(
+        graph=graph,
+        sandbox_size=sandbox_size,
+        devices=devices,
+        tensors=read_choices(tensors=_sources(graph, tensors), mock_router=mock_router),
+        repeats=repeat,
+        refine=refine,
+        tolerance=settled,
+        warmup=warmup,
+        steps=_steps(steps),
+        only=only,
+        local_world_size=local_world_size,
+        shown=_shown(show_rank),
+        quiet_stdout=json,
+        shm_dir=shm_dir,
+        comm_table=comm_table,
+        ranks_per_host=ranks_per_host,
+    )
+    with console.progress("slicing") as bar:
+        done = 0
+
+        def show(count: int, total: int, text: str) -> None:
+            nonlocal done
+            bar.describe(f"slicing: {text}" + (f", {count} of {total} done" if total else ""))
+            bar.advance(max(0, count - done))
+            done = max(done, count)
+
+        try:
+            report = slice_job(
+                call, output, options, perform=perform, prepare=prepare, progress=show
+            )
+        except WorkError as failed:
+            if failed.report:
+                print(failed.report.rstrip(), file=sys.stderr)
+            raise failed.error from None
+    if json:
+        console.print_json(report)
+    else:
+        _print(report, options)
+
+
+def _sources(graph: Path, tensors: list[str] | None) -> list[str]:
+    beside = graph.with_suffix(".tensors")
+    if tensors is None and beside.is_dir():
+        return [str(beside)]
+    return tensors or []
+
+
+def _steps(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    first, dash, last = text.partition("-")
+    try:
+        begin = int(first)
+        end = int(last) if dash else begin
+    except ValueError:
+        begin, end = 1, 0
+    if not 0 <= begin <= end:
+        raise typer.BadParameter(f"--steps {text}: give the first and the last, as in 2-5")
+    return begin, end
+
+
+def _shown(text: str) -> tuple[int, ...]:
+    from prismtrace.ranks import MOST_RANKS, parse_ranks
+
+    if text == "all":
+        return tuple(range(MOST_RANKS))
+    try:
+        return () if text in ("none", "") else parse_ranks(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--show-rank {text}: {error}") from error
+
+
+def _print(report: SlicingReport, options: SliceOptions) -> None:
+    sizes = sorted({len(ranks) for ranks in report.slices})
+    groups = report.whole_groups + report.split_groups
+    steps = [time for one in report.outcomes for time in one.step_ns[options.warmup :]]
+    rows = [
+        ("slices", f"{len(report.slices)} of {'-'.join(map(str, sizes))} ranks"),
+        ("executions", f"{report.ran} made" + (f", {report.kept} kept" if report.kept else "")),
+        ("at once", f"{report.at_once}"),
+        ("groups", f"{report.whole_groups} of {groups} measured as a whole"),
+    ]
+    if steps:
+        rows.append(("steps took", f"{min(steps) / 1e6:,.3f} to {max(steps) / 1e6:,.3f} ms"))
+    for one in report.rounds:
+        word = "settled" if one.settled else "moved"
+        step = f"{one.before_ns / 1e6:,.3f} -> {one.after_ns / 1e6:,.3f} ms"
+        text = f"{word}: step {step}, durations by {one.moved_share:.1%}"
+        rows.append((f"round {one.number}", text))
+        rows += [
+            ("", f"{each.name}: {each.before_ns / 1e6:,.3f} -> {each.after_ns / 1e6:,.3f} ms")
+            for each in one.moved
+            if not one.settled
+        ]
+    rows.append(("time", f"{report.wall_s:.1f} s"))
+    for name, text in rows:
+        print(f"{name + ':' if name else '':<18} {text}")
+    _warn(report)
+    print()
+    print(f"wrote {len(report.slices)} slices in {report.folder}")
+    graph = " ".join(str(path) for path in report.graph)
+    print(
+        f"next: prismcalib merge {report.folder}/slice-*.parquet --bare {graph} -o aligned.parquet"
+    )
+
+
+def _warn(report: SlicingReport) -> None:
+    if report.replaced:
+        what = sorted({name for unlike in report.replaced.values() for name in unlike})
+        print(
+            f"note: {len(report.replaced)} slices in the folder, made with another "
+            f"{', '.join(what)}, were replaced",
+            file=sys.stderr,
+        )
+    if not report.timing_true:
+        print(
+            "warning: fewer cores than ranks and emulator need: they share them, and durations are "
+            "longer than on the real machine",
+            file=sys.stderr,
+        )
+    if not report.settled:
+        print(
+            "warning: durations have not settled; refine more, repeat slices, or accept more "
+            "change (--settled)",
+            file=sys.stderr,
+        )

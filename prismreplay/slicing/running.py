@@ -1,0 +1,189 @@
+"""Run one slice: its ranks are real, the others virtual; write what it took.
+
+A communication whose members are all real takes its time on the real backend. One with virtual
+members has none of its own: it is over as soon as the last real member has come, and its transfer
+is left to a table or a model (`prismcalib merge --comm-table`), or, when slices are refined, is
+what the timeline of the round before says.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+
+import polars as pl
+
+from prismreplay.collect.pool import preload
+from prismreplay.plan import compile_plan
+from prismreplay.run.running import RunOptions, RunOutcome, Timing, run_sandbox
+from prismreplay.slicing.cutting import steps_only
+from prismreplay.slicing.fingerprint import KEY
+from prismreplay.slicing.task import SliceOutcome, SliceTask
+from prismtrace.schema import LOCAL_KINDS, SliceInfo, TransferSource
+from prismtrace.trace import Trace, node_schema, open_trace, write_nodes
+
+__all__ = ["perform", "prepare"]
+
+
+def prepare() -> None:
+    """Import what all slices need."""
+    preload()
+
+
+def perform(task: SliceTask) -> SliceOutcome:
+    """Run a slice and write it; see `prismreplay.run.running.run_sandbox` for errors.
+
+    Call it in a process without other threads.
+    """
+    if task.cores:
+        # Ranks inherit it. A core that is gone meanwhile is no reason to fail.
+        with suppress(OSError):
+            os.sched_setaffinity(0, task.cores)
+    execution = task.execution
+    graph = open_trace(list(task.graph) if task.arrivals is None else task.arrivals)
+    # No temporary folder that Python removes: forked ranks would do so at their end.
+    raw = task.output.with_name(f".{task.output.stem}.raw.parquet")
+    try:
+        ran = run_sandbox(
+            task.program,
+            graph,
+            raw,
+            RunOptions(
+                sandbox=execution.ranks,
+                tensors=task.tensors,
+                local_world_size=task.local_world_size,
+                log_dir=task.log_dir,
+                shown=task.shown,
+                quiet_stdout=task.quiet_stdout,
+                shm_dir=task.shm_dir,
+                slice=SliceInfo(
+                    index=execution.index,
+                    real_ranks=execution.ranks,
+                    virtual_ranks_policy="early" if task.arrivals is None else "planned",
+                ),
+            ),
+            _timing(task, graph),
+        )
+        return _finished(task, graph, open_trace(raw), ran)
+    finally:
+        with suppress(OSError):
+            raw.unlink(missing_ok=True)
+
+
+def _timing(task: SliceTask, graph: Trace) -> Callable[[], Timing]:
+    if task.arrivals is None:
+        return Timing
+    return lambda: Timing(plan=compile_plan(graph, task.execution.ranks))
+
+
+def _finished(task: SliceTask, graph: Trace, raw: Trace, ran: RunOutcome) -> SliceOutcome:
+    """Write the slice as it is merged: with sources of transfers, and what it was made from."""
+    mixed = _is_mixed(_real_groups(ran, raw))
+    if task.arrivals is None:
+        rows = raw.nodes.with_columns(_source(mixed))
+    else:
+        rows = _with_planned_transfers(raw.nodes, mixed, graph)
+    job = open_trace(list(task.graph)).header
+    header = raw.header.model_copy(
+        update={
+            "axes": job.axes,
+            "symmetry": job.symmetry,
+            "extra": {
+                **raw.header.extra,
+                KEY: {
+                    "fingerprint": dict(task.fingerprint),
+                    "repeat": task.execution.repeat,
+                    "timing_true": task.timing_true,
+                },
+            },
+        }
+    )
+    done = Trace(header=header, nodes=rows, paths=raw.paths)
+    if task.steps is not None:
+        header, rows = steps_only(done, task.steps)
+    write_nodes(header, rows, task.output)
+    counted = rows.select(
+        pl.len(), mixed.sum().alias("mixed"), _is_communication().sum().alias("all")
+    ).collect()
+    nodes, virtual, all_ = counted.row(0)
+    summaries = ran.summaries.values()
+    return SliceOutcome(
+        index=task.execution.index,
+        repeat=task.execution.repeat,
+        ranks=task.execution.ranks,
+        output=task.output,
+        nodes=nodes,
+        step_ns=_step_times(ran),
+        whole_operations=all_ - virtual,
+        mixed_operations=virtual,
+        wall_s=ran.wall_s,
+        peak_memory_bytes=_peak_memory(ran),
+        virtual_late=(
+            sum(one.late_answers for one in summaries),
+            sum(one.late_ns for one in summaries),
+        ),
+        policies=dict(ran.made.policies),
+    )
+
+
+# --- which transfers were real -------------------------------------------------------------
+
+
+def _real_groups(ran: RunOutcome, raw: Trace) -> list[int]:
+    """Groups that the real backend performed."""
+    numbers = {(group.ranks, group.name): group.id for group in raw.header.groups}
+    return [
+        numbers[use.ranks, use.name] for use in ran.coordinator.uses.values() if use.real_operations
+    ]
+
+
+def _is_communication() -> pl.Expr:
+    return ~pl.col("kind").cast(pl.String).is_in([kind.value for kind in LOCAL_KINDS])
+
+
+def _is_mixed(real: list[int]) -> pl.Expr:
+    """Communications that the hub performed: the others' transfers were measured."""
+    return _is_communication() & ~pl.col("group").is_in(real)
+
+
+def _source(mixed: pl.Expr) -> pl.Expr:
+    kind = node_schema()["transfer_source"]
+    none = pl.lit(TransferSource.NONE.value).cast(kind)
+    return pl.when(mixed).then(none).otherwise(pl.col("transfer_source")).alias("transfer_source")
+
+
+def _with_planned_transfers(rows: pl.LazyFrame, mixed: pl.Expr, graph: Trace) -> pl.LazyFrame:
+    """Transfers of operations with virtual members, as the graph has them."""
+    known = graph.nodes.select(
+        "rank", "index", planned_ns="transfer_ns", planned_source="transfer_source"
+    )
+    return (
+        rows.join(known, on=["rank", "index"], how="left", maintain_order="left")
+        .with_columns(
+            transfer_ns=pl.when(mixed).then("planned_ns").otherwise("transfer_ns"),
+            transfer_source=pl.when(mixed).then("planned_source").otherwise("transfer_source"),
+        )
+        .drop("planned_ns", "planned_source")
+    )
+
+
+# --- numbers -------------------------------------------------------------------------------
+
+
+def _step_times(ran: RunOutcome) -> tuple[int, ...]:
+    """From the end of a step on the last rank to that of the next, less what emulation cost."""
+    ends: dict[int, int] = {}
+    for mark in ran.marks:
+        end = mark.end_ns - mark.debt_ns
+        ends[mark.step] = max(ends.get(mark.step, end), end)
+    times = [ran.origin_ns, *(ends[step] for step in sorted(ends))]
+    return tuple(after - before for before, after in pairwise(times))
+
+
+def _peak_memory(ran: RunOutcome) -> int:
+    peaks: dict[int, int] = {}
+    for mark in ran.marks:
+        peaks[mark.rank] = max(peaks.get(mark.rank, 0), mark.peak_resident_bytes)
+    return sum(peaks.values())
