@@ -18,6 +18,9 @@ __all__ = ["CollectPending", "CollectRole", "Connection", "StoreConnection", "fi
 
 Tensor = Any
 
+MOST_AHEAD_BYTES = 256 << 20
+"""What a rank sends before it waits for a receiver; until then sends are over at once."""
+
 
 class Connection:
     """The channel to the coordinator, shared by the threads of this rank.
@@ -131,7 +134,7 @@ class CollectPending:
 
 
 class _Done:
-    """An operation that is over at once: a send, whose bytes the coordinator keeps."""
+    """A send that is over at once, as the coordinator keeps its bytes."""
 
     source: int | None = None
 
@@ -179,6 +182,7 @@ class CollectRole:
         self._place = place
         self._step = step
         self._tickets = 0
+        self._sent_ahead = 0
         self._lock = threading.Lock()
 
     def join(self, group: Group) -> None:
@@ -213,15 +217,26 @@ class CollectRole:
             writer.put_tensor(tensor)
         parcel = writer.finish()
         with self._lock:
-            self._tickets += 1
-            ticket = self._tickets
+            ticket = 0
+            if op.call is not op.call.SEND or self._is_far_ahead(parcel.nbytes):
+                self._tickets += 1
+                ticket = self._tickets
             self._connection.tell(
                 ("submit", ticket, pack_op(op, self._step()), parcel.data), parcel.file
             )
         parcel.close()
-        if op.call is op.call.SEND:
-            return _Done()
-        return CollectPending(self._connection, ticket, outputs)
+        return CollectPending(self._connection, ticket, outputs) if ticket else _Done()
+
+    def _is_far_ahead(self, nbytes: int) -> bool:
+        """Whether so much was sent that the program should wait until this is received.
+
+        Without, a rank that only sends would hand over all its messages before anyone runs.
+        """
+        self._sent_ahead += nbytes
+        if self._sent_ahead < MOST_AHEAD_BYTES:
+            return False
+        self._sent_ahead = 0
+        return True
 
     def make_store(self, namespace: str) -> Any:
         """The store that rendezvous hands to the program."""

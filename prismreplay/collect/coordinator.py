@@ -150,7 +150,7 @@ class Coordinator:
         return self._ranks[rank].groups
 
     def submit(self, rank: int, ticket: int, op: Op, inputs: Any) -> None:
-        """`rank` started an operation.
+        """`rank` started an operation; nobody ever waits for one whose ticket is 0.
 
         Raises:
             MismatchError: it does not fit what another member did.
@@ -167,7 +167,7 @@ class Coordinator:
             self._finish(request, own)
             return
         request, complete = self._matcher.arrive(rank, ticket, op, inputs)
-        if op.call is not Call.SEND:
+        if ticket:
             self._ranks[rank].requests[ticket] = request
         self.program.issued(rank, request.instance.number, request.instance.ranks)
         if complete:
@@ -307,8 +307,10 @@ class Coordinator:
             send = next(one for one in members.values() if one.op.call is Call.SEND)
             receive = last if last.op.call is Call.RECV else _other(last)
             self.program.members[last.instance.number] = last.instance.ranks
-            nbytes = send.inputs.nbytes
-            self._finish(receive, (send.inputs, [(0, nbytes)]))
+            sent = send.inputs
+            self._finish(receive, (sent, [(0, sent.nbytes)]))
+            if send.ticket:
+                self._finish(send, (None, []))
             return
         self.counts.collectives += 1
         ranks = last.op.group.ranks
@@ -335,7 +337,8 @@ class Coordinator:
         request.result = None
         del self._ranks[question.rank].requests[request.ticket]
         source = request.source
-        message = ("result", question.number, parcel.data, parcel.nbytes, spans, source)
+        data, nbytes = (b"", 0) if parcel is None else (parcel.data, parcel.nbytes)
+        message = ("result", question.number, data, nbytes, spans, source)
         return Sent(question.rank, message, parcel)
 
     def _block(self, question: Question) -> None:

@@ -16,8 +16,9 @@ failed         code, message, where, hint, traceback            -
 =============  ===============================================  =====================
 
 From the coordinator come `go` (begin), the answers above with their request first, and `stop`
-(end now, nobody needs you any more). `ticket` numbers the operations of a rank, `request` its
-questions; `helpers` says how many other threads of the rank may still communicate.
+(end now, nobody needs you any more). `ticket` numbers the operations of a rank (0: a send that
+nobody waits for), `request` its questions; `helpers` says how many other threads of the rank may
+still communicate.
 
 Both ends are processes of one run, forked from one another, so pickle is safe between them.
 """

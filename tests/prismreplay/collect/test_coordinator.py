@@ -95,7 +95,7 @@ class Rank:
         self._seq[key] = self._seq.get(key, -1) + 1
         return self._seq[key]
 
-    def start(self, call: Call, value: Any, **more: Any) -> int:
+    def start(self, call: Call, value: Any, *, tracked: bool = True, **more: Any) -> int:
         self._ticket += 1
         key = call if call in (Call.SEND, Call.RECV) else "collective"
         seq = self._next((key, more.get("peer")))
@@ -103,7 +103,7 @@ class Rank:
         outputs = [] if call is Call.SEND else [ONE]
         op = op_of(call, self.size, self.rank, inputs, outputs, seq=seq, group=self.group,
                    site=f"job.py:{self._ticket}", **more)  # fmt: skip
-        self._to.submit(self.rank, self._ticket, op, Parcel(value))
+        self._to.submit(self.rank, self._ticket if tracked else 0, op, Parcel(value))
         return self._ticket
 
     def all_reduce(self, value: int) -> int:
@@ -158,7 +158,7 @@ def test_results_do_not_depend_on_who_ran_when(slots: int, policy: Policy, seed:
         for number, what in enumerate(shared):
             if what == "ring":
                 incoming = me.start(Call.RECV, None, peer=left)
-                me.start(Call.SEND, 10 * number + me.rank, peer=right)
+                me.start(Call.SEND, 10 * number + me.rank, peer=right, tracked=False)
                 got[me.rank].append((yield from me.wait(incoming)))
             elif what == "store":
                 if me.rank == number % 4:
@@ -294,8 +294,25 @@ def test_messages_that_nobody_receives_are_counted() -> None:
     def program(me: Rank) -> Any:
         yield
         if me.rank == 0:
-            me.start(Call.SEND, 1, peer=1)
+            me.start(Call.SEND, 1, peer=1, tracked=False)
 
     table = Table([program] * 2, slots=1)
     table.play()
     assert table.coordinator.unreceived() == 1
+
+
+def test_a_rank_that_is_far_ahead_waits_until_its_message_is_received() -> None:
+    order = []
+
+    def program(me: Rank) -> Any:
+        yield
+        if me.rank == 0:
+            me.start(Call.SEND, 1, peer=1, tracked=False)
+            yield from me.wait(me.start(Call.SEND, 2, peer=1))
+        else:
+            order.append((yield from me.wait(me.start(Call.RECV, None, peer=0))))
+            order.append((yield from me.wait(me.start(Call.RECV, None, peer=0))))
+        order.append(f"end {me.rank}")
+
+    Table([program] * 2, slots=1).play()
+    assert order == [1, 2, "end 1", "end 0"]

@@ -10,6 +10,7 @@ from textwrap import dedent
 
 import pytest
 
+from prismreplay.collect import client
 from prismreplay.collect.collecting import CollectOptions, CollectReport, collect
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.errors import DeadlockError, RankFailedError
@@ -131,6 +132,24 @@ def test_tensors_may_be_handed_over_through_a_folder(run: Run, tmp_path: Path) -
     """
     assert run(program, shm_dir=folder)[1] == ["[3.0]\n"] * 3
     assert list(folder.iterdir()) == []
+
+
+def test_a_rank_that_only_sends_does_not_run_far_ahead(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "MOST_AHEAD_BYTES", 50_000)
+    program = """
+        for number in range(20):
+            block = torch.full((5_000,), float(number))
+            if rank == 0:
+                dist.send(block, 1)
+            elif rank == 1:
+                dist.recv(block, 0)
+                assert block[0] == number
+    """
+    report, _ = run(program, 2)
+    assert report.messages == 20
+    assert report.rounds > 3
 
 
 @pytest.mark.parametrize(
