@@ -105,7 +105,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         self._options = options
         self._bound_device: Any = None
         self._collectives = itertools.count()
-        self._messages: dict[tuple[int, int, int], int] = {}
+        self._messages: dict[tuple[Call, int, int], int] = {}
         self._batch: Batch | None = None
         self._wants_sites = bool(getattr(role, "wants_sites", False))
         role.join(group)
@@ -337,8 +337,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
             return next(self._collectives)
         if peer is None:
             return None
-        here = self.group.rank
-        pair = (here, peer, tag) if call is Call.SEND else (peer, here, tag)
+        pair = (call, peer, tag)
         count = self._messages.get(pair, 0)
         self._messages[pair] = count + 1
         # Messages with different tags may overtake each other: each tag has numbers of its own.

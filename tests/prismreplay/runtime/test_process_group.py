@@ -220,6 +220,12 @@ def test_messages_are_numbered_by_pair_and_tag(world):
     assert [op.peer for op in world.ops] == [2, 2, 0, 2, 2, 2]
 
 
+def test_a_message_to_oneself_has_one_number(world):
+    dist.group.WORLD.send([floats(1)], RANK, 0)
+    dist.group.WORLD.recv([floats(1)], RANK, 0)
+    assert [(op.seq, op.peer) for op in world.ops] == [(0, RANK), (0, RANK)]
+
+
 def test_nccl_knows_no_tags(world):
     dist.isend(floats(1), 2, tag=7)
     dist.isend(floats(1), 2, tag=9)
