@@ -272,9 +272,12 @@ class VirtualWorld:
         return latest if missing is None else None
 
     def forget(self, before_round: int) -> None:
-        """Drop what no later place asks for; keeps a long run's memory flat."""
+        """Drop what no later place asks for; keeps a long run's memory flat.
+
+        What is in the graph itself stays: what follows the training depends on it.
+        """
         for table in (self._ready, self._absent, self._latest):
-            for place in [place for place in table if place[1] < before_round]:
+            for place in [place for place in table if 0 < place[1] < before_round]:
                 if place not in self._blocked:
                     del table[place]
 

@@ -45,8 +45,9 @@ class Placed(NamedTuple):
 
     `round_` counts repetitions of the last step, 0 in the graph itself. `data_seq` is the number
     under which a recording of the graph's run holds it. `peer` is the partner, also of a receive
-    from anyone. `transfer_ns` is how long it takes once all are there. `doubtful`: it seems to
-    follow the training, but the training may go on; see `GraphFollower.take_changed`.
+    from anyone. `transfer_ns` is how long it takes once all are there. `otherwise`: it seems to
+    follow the training, but should the training go on, it is there. `skipping`: the program has
+    left steps of the graph out before it, so that the plan does not know when it could be.
     """
 
     key: OpKey
@@ -56,7 +57,8 @@ class Placed(NamedTuple):
     step: int | None
     transfer_ns: int
     transfer_source: str | None
-    doubtful: bool = False
+    otherwise: Placed | None = None
+    skipping: bool = False
 
 
 @dataclass
@@ -72,24 +74,27 @@ class _Channel:
     done: int = 0
     after: int = 0
 
-    def candidates(self) -> Iterator[tuple[_Node, int]]:
+    def candidates(self) -> Iterator[tuple[int, int]]:
         """Nodes that the next operation may be, likeliest first, with their rounds.
 
         Those that follow the last step have round -1.
         """
         begin, end = self.last
+        following = range(end + self.after, len(self.nodes))
         if self.done < end:
-            yield self.nodes[self.done], 0
-        if end + self.after < len(self.nodes):
-            yield self.nodes[end + self.after], _AFTER
+            yield self.done, 0
+        elif following:
+            yield following[0], _AFTER
         if self.done >= end > begin:
             again, offset = divmod(self.done - end, end - begin)
-            yield self.nodes[begin + offset], again + 1
+            yield begin + offset, again + 1
+        for number in following:
+            yield number, _AFTER
 
-    def take(self, round_: int) -> None:
-        """The next operation is a candidate of this round."""
+    def take(self, number: int, round_: int) -> None:
+        """The next operation is this candidate."""
         if round_ == _AFTER:
-            self.after += 1
+            self.after = number + 1 - self.last[1]
         else:
             self.done += 1
 
@@ -109,11 +114,10 @@ class GraphFollower:
     channels: dict[Hashable, _Channel]
     repeated: int = 0
     resized: int = 0
-    _doubtful: list[tuple[_Channel, int, Placed]] = field(default_factory=list)
-    _changed: list[tuple[int, Placed]] = field(default_factory=list)
+    _doubtful: list[tuple[_Channel, int]] = field(default_factory=list)
     _messages: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
 
-    def place(self, op: Op, ticket: int = 0) -> Placed:
+    def place(self, op: Op) -> Placed:
         """Find the node of the operation that the program makes now.
 
         Raises:
@@ -125,32 +129,27 @@ class GraphFollower:
         channel = self.channels.get(_channel_key(group, op.call, op.peer))
         if channel is None:
             raise self._unlike(op, "the graph has none in this group")
-        fitting = [one for one in channel.candidates() if _fits(one[0], op)]
+        nodes = channel.nodes
+        fitting = [one for one in channel.candidates() if _fits(nodes[one[0]], op)]
         if not fitting:
             first = next(channel.candidates(), None)
-            raise self._unlike(op, f"the graph has {first[0].kind} there" if first else "it ends")
-        exact = [one for one in fitting if one[0].bytes == op.payload_bytes]
-        node, round_ = (exact or fitting)[0]
+            has = "the graph ends there" if first is None else f"it is {nodes[first[0]].kind} there"
+            raise self._unlike(op, has)
+        exact = [one for one in fitting if nodes[one[0]].bytes == op.payload_bytes]
+        number, round_ = (exact or fitting)[0]
         self.resized += not exact
-        channel.take(round_)
-        placed = self._placed(group, node, max(0, round_), op)
-        if round_ == _AFTER:
-            again = [one for one in fitting if one[1] > 0]
-            if again:
-                self._doubtful.append((channel, ticket, self._again(placed, *again[0])))
-                placed = placed._replace(doubtful=True)
-        elif round_ > 0:
+        placed = self._placed(group, nodes[number], max(0, round_), op)
+        again = next((one for one in fitting if one[1] > 0), None)
+        if round_ == _AFTER and again is not None:
+            self._doubtful.append((channel, channel.after))
+            placed = placed._replace(otherwise=_moved(placed, nodes[again[0]], again[1]))
+        if round_ == _AFTER and channel.done < channel.last[1]:
+            placed = placed._replace(skipping=True)
+        channel.take(number, round_)
+        if round_ > 0:
             self.repeated += 1
             self._go_on()
         return placed
-
-    def take_changed(self) -> list[tuple[int, Placed]]:
-        """Tickets of operations that were taken for what follows the training, and are not.
-
-        With where they are instead.
-        """
-        changed, self._changed = self._changed, []
-        return changed
 
     @property
     def missing(self) -> int:
@@ -159,14 +158,10 @@ class GraphFollower:
 
     def _go_on(self) -> None:
         """The training goes on beyond the graph: so did what seemed to come after it."""
-        for channel, ticket, placed in self._doubtful:
-            channel.after -= 1
+        for channel, after in self._doubtful:
+            channel.after = min(channel.after, after)
             channel.done += 1
-            self._changed.append((ticket, placed))
         self._doubtful.clear()
-
-    def _again(self, placed: Placed, node: _Node, round_: int) -> Placed:
-        return placed._replace(key=placed.key._replace(seq=node.seq), round_=round_, step=node.step)
 
     def _placed(self, group: int, node: _Node, round_: int, op: Op) -> Placed:
         sender, receiver, data_seq = -1, -1, node.seq
@@ -206,6 +201,10 @@ def _fits(node: _Node, op: Op) -> bool:
         return False
     other = op.peer if op.call in (Call.SEND, Call.RECV) else op.root
     return other is None or node.peer is None or node.peer == other
+
+
+def _moved(placed: Placed, node: _Node, round_: int) -> Placed:
+    return placed._replace(key=placed.key._replace(seq=node.seq), round_=round_, step=node.step)
 
 
 def _channel_key(group: int, call: Call, peer: int | None) -> Hashable:

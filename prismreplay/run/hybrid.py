@@ -107,7 +107,7 @@ class HybridCoordinator(Coordinator):
             TensorRulesError, TensorRecordingError: what virtual ranks contribute.
         """
         world = self._world
-        placed = world.followers[rank].place(op, ticket)
+        placed = world.followers[rank].place(op)
         if op.call is Call.RECV and op.peer is None:
             # Whoever sent in the graph sends here.
             op = replace(op, peer=placed.peer, seq=placed.data_seq)
@@ -115,8 +115,6 @@ class HybridCoordinator(Coordinator):
             world.check(rank, op, placed, inputs)
         self._note_use(op, placed)
         self._give(rank, ticket, op, placed, inputs)
-        for changed, place in world.followers[rank].take_changed():
-            self._release(world.keeper.replace((rank, changed), place))
         self._release(world.keeper.enter(self._entry(rank, ticket, op, placed, issued_ns)))
 
     def note_real(self, rank: int, op: Op) -> None:
@@ -228,7 +226,11 @@ class HybridCoordinator(Coordinator):
     def _entry(self, rank: int, ticket: int, op: Op, placed: Placed, issued_ns: int) -> Entry:
         planned, boundary = self._world.planned, self._virtual_members(op)
         if planned is not None:
-            boundary = boundary and planned.is_boundary(placed.key, rank, placed.round_)
+            boundary = (
+                boundary
+                and not placed.skipping
+                and planned.is_boundary(placed.key, rank, placed.round_)
+            )
         p2p = op.call in _P2P
         if not p2p:
             partners = tuple(one for one in op.group.ranks if one in self._ranks)

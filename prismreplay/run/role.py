@@ -63,12 +63,13 @@ class SandboxRole(CollectRole):
         real_groups: bool = True,
     ) -> None:
         super().__init__(connection, place, lambda: recorder.position.step)
+        self.connection = connection
         self.holder = Holder(clock.machine)
-        self._rank = rank
+        self.rank = rank
         self._sandbox = frozenset(sandbox)
-        self._clock = clock
-        self._ledger = ledger
-        self._recorder = recorder
+        self.clock = clock
+        self.ledger = ledger
+        self.recorder = recorder
         self._makes_groups = real_groups
         self._real: set[str] = set()
 
@@ -80,13 +81,13 @@ class SandboxRole(CollectRole):
             # A stand-in would refuse what the backend can do; the hub does it all.
             return None
         self._real.add(group.key)
-        return _gloo_group(group, self._ledger.store_port)
+        return _gloo_group(group, self.ledger.store_port)
 
     def tell_summary(self) -> None:
         """Tell the hub how this rank's times went; at its end."""
-        clock, holds = self._clock, self.holder.report()
+        clock, holds = self.clock, self.holder.report()
         summary = RankSummary(
-            rank=self._rank,
+            rank=self.rank,
             holds=holds.holds,
             hold_median_ns=holds.median_ns,
             hold_p99_ns=holds.p99_ns,
@@ -107,11 +108,11 @@ class SandboxRole(CollectRole):
     ) -> Pending:
         """See `prismreplay.runtime.roles.Role`."""
         begun = time.monotonic_ns()
-        token, issued_ns = self._recorder.latest
+        token, issued_ns = self.recorder.latest
         if op.group.key in self._real:
             with self._lock:
                 self._connection.tell(("real", pack_op(op, self._step())))
-            self._clock.handed_over(time.monotonic_ns() - begun)
+            self.clock.handed_over(time.monotonic_ns() - begun)
             return _RealPending(self, op, token, issued_ns, call)
         writer = ParcelWriter(self._place)
         for tensor in inputs:
@@ -123,7 +124,7 @@ class SandboxRole(CollectRole):
             packed = pack_op(op, self._step())
             self._connection.tell(("enter", ticket, packed, parcel.data, issued_ns), parcel.file)
         parcel.close()
-        self._clock.handed_over(time.monotonic_ns() - begun)
+        self.clock.handed_over(time.monotonic_ns() - begun)
         return _HubPending(self, ticket, token, outputs)
 
 
@@ -147,7 +148,7 @@ class _HubPending:
         if self._waited:
             return
         self._waited = True
-        clock = self._role._clock  # noqa: SLF001  one thing in two classes
+        clock = self._role.clock
         begun = clock.now()
         with self._lock:
             self._fetch()
@@ -158,17 +159,17 @@ class _HubPending:
     def done(self) -> bool:
         """True once `wait` would not block."""
         if self._outputs is not None:
-            connection = self._role._connection  # noqa: SLF001
+            connection = self._role.connection
             if not connection.ask("poll", self._ticket)[0][2]:
                 return False
             with self._lock:
                 self._fetch()
-        return self._role._clock.now() >= self._end_ns  # noqa: SLF001
+        return self._role.clock.now() >= self._end_ns
 
     def _fetch(self) -> None:
         if self._outputs is None:
             return
-        answer, file = self._role._connection.ask("wait", self._ticket)  # noqa: SLF001
+        answer, file = self._role.connection.ask("wait", self._ticket)
         _, _, data, nbytes, spans, self.source, arrived_ns, self._end_ns = answer
         parcel = Parcel(data, file, nbytes)
         for output, span in zip(self._outputs, spans, strict=True):
@@ -176,7 +177,7 @@ class _HubPending:
                 fill(output, parcel, Span(*span))
         parcel.close()
         self._outputs = None
-        recorder = self._role._recorder  # noqa: SLF001
+        recorder = self._role.recorder
         recorder.completed(self._token, arrived_ns, self._end_ns)
 
 
@@ -194,10 +195,10 @@ class _RealPending:
         self._ended_ns: int | None = None
         """When the backend was done, on the machine's clock."""
         self._waited = False
-        self._name = _name(op, role._rank)  # noqa: SLF001
-        clock = role._clock  # noqa: SLF001
-        role._ledger.arrive(  # noqa: SLF001
-            role._rank,
+        self._name = _name(op, role.rank)
+        clock = role.clock
+        role.ledger.arrive(
+            role.rank,
             self._name,
             Arrival(issued_ns + clock.debt_ns, clock.debt_ns),
         )
@@ -209,7 +210,7 @@ class _RealPending:
 
     def wait(self) -> None:
         """Block until the outputs are filled in."""
-        clock = self._role._clock  # noqa: SLF001
+        clock = self._role.clock
         begun = clock.now()
         self._work.wait()
         if self._waited:
@@ -220,7 +221,7 @@ class _RealPending:
         self._note_end()
         shift = self._shift_ns()
         end_ns = max(self._issued_ns, (self._ended_ns or 0) - shift)
-        self._role._recorder.completed(self._token, self._issued_ns, end_ns)  # noqa: SLF001
+        self._role.recorder.completed(self._token, self._issued_ns, end_ns)
         kept_waiting = (self._ended_ns or 0) > begun + clock.debt_ns
         now = clock.now()
         if now < end_ns:
@@ -244,10 +245,10 @@ class _RealPending:
         ranks: Sequence[int] = op.group.ranks
         if op.call in (Call.SEND, Call.RECV):
             other = op.peer if op.peer is not None else self.source
-            ranks = (self._role._rank,) if other is None else (self._role._rank, other)  # noqa: SLF001
-        found = self._role._ledger.arrivals(ranks, self._name)  # noqa: SLF001
+            ranks = (self._role.rank,) if other is None else (self._role.rank, other)
+        found = self._role.ledger.arrivals(ranks, self._name)
         if not found:  # overwritten by a later operation
-            return self._role._clock.debt_ns  # noqa: SLF001
+            return self._role.clock.debt_ns
         return max(one.machine_ns for one in found) - max(
             one.machine_ns - one.debt_ns for one in found
         )

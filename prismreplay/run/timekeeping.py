@@ -100,7 +100,7 @@ class Timekeeper:
         self._queued: list[Entry] = []
         self._waiting: list[Entry] = []
         self._met: dict[_Meeting, dict[int, int]] = defaultdict(dict)
-        self._doubtful: dict[Ticket, int] = {}
+        self._after: set[tuple[OpKey, int]] = set()
         self._round = 0
 
     @property
@@ -116,14 +116,6 @@ class Timekeeper:
         """
         self._queues[entry.ticket[0], entry.queue].enter(entry)
         self._queued.append(entry)
-        return self._advance()
-
-    def replace(self, ticket: Ticket, placed: Placed) -> list[Released]:
-        """An operation that has arrived is another one of the plan, too; see `GraphFollower`."""
-        arrived = self._doubtful.pop(ticket, None)
-        if arrived is None or self._world is None:
-            return []
-        self._tell_world(placed, ticket[0], arrived)
         return self._advance()
 
     def _advance(self) -> list[Released]:
@@ -158,9 +150,15 @@ class Timekeeper:
                 for meeting in list(self._met)[: _MOST_MEETINGS // 2]:
                     del self._met[meeting]
             return
-        if entry.placed.doubtful:
-            self._doubtful[entry.ticket] = time_ns
-        self._tell_world(entry.placed, entry.ticket[0], time_ns)
+        rank = entry.ticket[0]
+        if entry.placed.otherwise is None:
+            self._tell_world(entry.placed, rank, time_ns)
+            return
+        # What follows the training depends on the one, what goes on with it on the other.
+        self._tell_world(entry.placed.otherwise, rank, time_ns)
+        if (entry.placed.key, rank) not in self._after:
+            self._after.add((entry.placed.key, rank))
+            self._tell_world(entry.placed, rank, time_ns)
 
     def _tell_world(self, placed: Placed, rank: int, time_ns: int) -> None:
         if self._world is None:
@@ -173,8 +171,16 @@ class Timekeeper:
     def _ready_ns(self, entry: Entry) -> int | None:
         placed, rank = entry.placed, entry.ticket[0]
         if entry.boundary and self._world is not None:
-            ready = self._world.ready_ns(placed.key, rank, placed.round_)
-            return None if ready is None else ready + self._origin_ns
+            found = [
+                self._world.ready_ns(place.key, rank, place.round_)
+                for place in (placed.otherwise, placed)
+                if place is not None
+            ]
+            ready = next((one for one in found if one is not None), None)
+            if ready is None or entry.arrived_ns is None:
+                return None
+            # What was taken for the end before has an earlier time than this.
+            return max(ready + self._origin_ns, entry.arrived_ns)
         met = self._met[placed.key, placed.round_]
         if any(other not in met for other in entry.waits_for):
             return None
