@@ -87,15 +87,17 @@ def graph_from_trace(trace: Trace, *, rules: WaitRules | None = None) -> tuple[G
     )
 
 
-def require_table_memory(trace: Trace) -> None:
-    """Refuse to hold all rows of a trace, and a graph of them, where that would not fit.
+def require_table_memory(trace: Trace, row_bytes: int = _TABLE_BYTES) -> None:
+    """Refuse to hold all rows of a trace, and what is made of them, where that would not fit.
+
+    Small traces are not looked at.
 
     Raises:
         TooLargeError: it would not.
     """
     if is_large(trace):
         rows = int(trace.nodes.select(pl.len()).collect().item())
-        require_memory(_TABLE_BYTES * rows, f"a table of {rows:,} operations and its graph")
+        require_memory(row_bytes * rows, f"a table of {rows:,} operations and what is made of it")
 
 
 def sorted_rows(trace: Trace) -> pl.DataFrame:

@@ -23,7 +23,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from prismcalib.blocks import Layout, is_large
-from prismcalib.build import graph_from_trace
+from prismcalib.build import graph_from_trace, require_table_memory
 from prismcalib.coarse_rows import Timeline, coarse_rows, sequence_numbers
 from prismcalib.contraction import Net, contract, net_of
 from prismcalib.errors import CoarsenError
@@ -42,6 +42,8 @@ _PROBES = 4
 # Durations of one propagated batch.
 _MOST_CELLS = 2**26
 _SLOWER = 1.1
+# Measured at the peak, all rows in memory.
+_ROW_BYTES = 1400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +134,7 @@ def coarsen(
         done = coarsen_by_blocks(Layout.of(trace), grain)
         if done is not None:
             return done
+    require_table_memory(trace, _ROW_BYTES)
     graph, rows = graph_from_trace(trace)
     start = rows["start_ns"].fill_null(0).to_numpy()
     end = start + rows["dur_ns"].fill_null(0).to_numpy()

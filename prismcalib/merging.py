@@ -24,6 +24,7 @@ from prismcalib.build import (
     lag_column,
     require_all_members,
     require_all_ranks,
+    require_table_memory,
     sorted_rows,
     structure_graph,
 )
@@ -56,6 +57,9 @@ two cores, since a process notices the end only when it is scheduled.  Whether t
 
 # No training step lasts a day; a span of one is a broken clock or a unit mix-up.
 _LONGEST_NS = 24 * 3600 * 10**9
+
+# Measured at the peak of merging a recorded run.
+_ROW_BYTES = 750
 
 _OBSERVED = {"start_ns": "x_observed_start_ns", "dur_ns": "x_observed_dur_ns"}
 
@@ -207,6 +211,7 @@ def _observed(trace: Trace) -> pl.DataFrame:
             where=_place(trace),
             hint="write it to a file and merge that",
         )
+    require_table_memory(trace, _ROW_BYTES)
     rows = sorted_rows(trace)
     if kind == TraceKind.CALIBRATED:
         if trace.header.extra.get("merge", {}).get("from") == "slices":

@@ -343,3 +343,12 @@ def test_check(calibrated, by_blocks):
         check_graph(short)
     with pytest.raises(CoverageError, match="ranks 1 missing"):
         check_graph(fewer)
+
+
+def test_recorded_runs_and_bare_graphs_that_do_not_fit_are_refused(by_blocks, monkeypatch):
+    recorded = synth.generate(COARSE["coalesced"])
+    by_blocks()
+    monkeypatch.setattr("prismcalib.memory.available_bytes", lambda: 1000)
+    for command in (merge, coarsen):
+        with pytest.raises(TooLargeError, match="a table of"):
+            command(recorded)
