@@ -208,6 +208,9 @@ def _print(report: SlicingReport, options: SliceOptions) -> None:
     ]
     if steps:
         rows.append(("steps took", f"{min(steps) / 1e6:,.3f} to {max(steps) / 1e6:,.3f} ms"))
+    cost = sum(one.virtual_late[1] for one in report.outcomes)
+    if cost:
+        rows.append(("emulator took", f"{cost / 1e6:,.1f} ms of all ranks, left out of the times"))
     for one in report.rounds:
         word = "settled" if one.settled else "moved"
         step = f"{one.before_ns / 1e6:,.3f} -> {one.after_ns / 1e6:,.3f} ms"

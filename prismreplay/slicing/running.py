@@ -8,28 +8,34 @@ what the timeline of the round before says.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import polars as pl
 
-from prismreplay.collect.pool import preload
 from prismreplay.plan import compile_plan
-from prismreplay.run.running import RunOptions, RunOutcome, Timing, run_sandbox
 from prismreplay.slicing.cutting import steps_only
 from prismreplay.slicing.fingerprint import KEY
 from prismreplay.slicing.task import SliceOutcome, SliceTask
 from prismtrace.schema import LOCAL_KINDS, SliceInfo, TransferSource
 from prismtrace.trace import Trace, node_schema, open_trace, write_nodes
 
+if TYPE_CHECKING:
+    from prismreplay.run.running import RunOutcome, Timing
+
 __all__ = ["perform", "prepare"]
 
 
 def prepare() -> None:
-    """Import what all slices need."""
+    """Import what all slices need, torch among it."""
+    from prismreplay.collect.pool import preload
+
     preload()
+    importlib.import_module("prismreplay.run.running")
 
 
 def perform(task: SliceTask) -> SliceOutcome:
@@ -37,6 +43,8 @@ def perform(task: SliceTask) -> SliceOutcome:
 
     Call it in a process without other threads.
     """
+    from prismreplay.run.running import RunOptions, run_sandbox
+
     if task.cores:
         # Ranks inherit it. A core that is gone meanwhile is no reason to fail.
         with suppress(OSError):
@@ -73,6 +81,8 @@ def perform(task: SliceTask) -> SliceOutcome:
 
 
 def _timing(task: SliceTask, graph: Trace) -> Callable[[], Timing]:
+    from prismreplay.run.running import Timing
+
     if task.arrivals is None:
         return Timing
     return lambda: Timing(plan=compile_plan(graph, task.execution.ranks))
