@@ -10,7 +10,7 @@ A rank is *running* while it holds a turn, *blocked* from a question that cannot
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -122,7 +122,6 @@ class Coordinator:
         self._set_by: dict[str, int] = {}
         self._keys_set = itertools.count(1 << 40)
         self._ranks = {rank: _Rank() for rank in ranks}
-        self._senders_awaited: Counter[int] = Counter()
         self._store_waits: dict[int, Question] = {}
         self._store_numbers = itertools.count()
 
@@ -243,7 +242,7 @@ class Coordinator:
 
     def grant(self) -> None:
         """Give out turns; the messages that start ranks are in the outbox."""
-        for rank in self.turns.grant(self._awaited, self._urgency):
+        for rank in self.turns.grant(self._awaited):
             state = self._ranks[rank]
             self.outbox.extend(state.answers)
             state.answers.clear()
@@ -345,11 +344,7 @@ class Coordinator:
         state = self._ranks[question.rank]
         state.questions[question.number] = question
         state.lent = False
-        if question.request is not None:
-            question.request.instance.waiting += 1
-            if question.request.op.call is Call.RECV and question.request.op.peer is not None:
-                self._senders_awaited[question.request.op.peer] += 1
-        else:
+        if question.request is None:
             self._store_waits[next(self._store_numbers)] = question
         self.turns.release(question.rank)
         self._refuse_lost(question)
@@ -357,11 +352,7 @@ class Coordinator:
     def _unblock(self, question: Question, answer: Sent) -> None:
         state = self._ranks[question.rank]
         del state.questions[question.number]
-        if question.request is not None:
-            question.request.instance.waiting -= 1
-            if question.request.op.call is Call.RECV and question.request.op.peer is not None:
-                self._senders_awaited[question.request.op.peer] -= 1
-        else:
+        if question.request is None:
             self._store_waits = {
                 number: one for number, one in self._store_waits.items() if one is not question
             }
@@ -422,10 +413,6 @@ class Coordinator:
             if question.request is not None
             for missing in question.request.instance.missing
         ]
-
-    def _urgency(self, rank: int) -> int:
-        groups = self._ranks[rank].groups
-        return self._senders_awaited[rank] + self._matcher.waiting_for(rank, groups)
 
     def _blocked(self) -> list[Question]:
         return [one for state in self._ranks.values() for one in state.questions.values()]

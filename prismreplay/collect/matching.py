@@ -9,7 +9,7 @@ both ranks' lines are known. No torch and no input or output in here.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +51,6 @@ class Instance:
     number: int
     ranks: tuple[int, ...]
     requests: dict[int, Request] = field(default_factory=dict)
-    waiting: int = 0
-    """Ranks that are blocked until it is complete."""
 
     @property
     def missing(self) -> list[int]:
@@ -109,15 +107,6 @@ class Matcher:
     def unreceived(self) -> int:
         """Messages that were sent and not received."""
         return sum(map(len, self._sends.values()))
-
-    def waiting_for(self, rank: int, keys: Iterable[str]) -> int:
-        """How many ranks are blocked in collectives of these groups that `rank` is missing in."""
-        return sum(
-            instance.waiting
-            for key in keys
-            for instance in self._collectives.get(key, {}).values()
-            if instance.waiting and rank not in instance.requests
-        )
 
     def _new(self, ranks: tuple[int, ...]) -> Instance:
         self._numbers += 1

@@ -25,7 +25,6 @@ def view(**changes: object) -> View:
         "residents": [None],
         "running": (),
         "awaited": lambda _: [],
-        "urgency": lambda _: 0,
     }
     return View(**{**facts, **changes})  # type: ignore[arg-type]
 
@@ -86,7 +85,7 @@ def test_never_more_than_there_are_slots(slots: int, moves: list[tuple[str, int]
         elif move == "e":
             turns.release(rank, ended=True)
             ended.add(rank)
-        turns.grant(lambda _: [], lambda _: 0)
+        turns.grant(lambda _: [])
         assert len(turns.running) <= slots
         assert not set(turns.running) & set(turns.ready)
         # Nobody is kept from a free slot by ranks that wait for nobody.
@@ -95,12 +94,11 @@ def test_never_more_than_there_are_slots(slots: int, moves: list[tuple[str, int]
 
 
 def test_who_is_resident_goes_first() -> None:
-    choice = thrifty(view(ready=[1, 2], residents=[2], urgency=lambda rank: 2 - rank))
-    assert choice == (2, 0)
+    assert thrifty(view(ready=[1, 2], residents=[2])) == (2, 0)
 
 
-def test_the_rank_that_most_wait_for_goes_first_else_the_one_that_waited_longest() -> None:
-    assert thrifty(view(ready=[4, 2, 3], urgency={4: 1, 2: 5, 3: 5}.get)) == (2, 0)
+def test_the_lowest_rank_goes_first() -> None:
+    assert thrifty(view(ready=[4, 2, 3])) == (2, 0)
 
 
 def test_a_slot_is_kept_while_its_resident_waits_for_computing_ranks() -> None:
@@ -132,12 +130,12 @@ def test_a_rank_that_only_asks_lets_others_go_first() -> None:
     turns = Turns(1)
     turns.make_ready(0)
     turns.make_ready(1)
-    assert turns.grant(lambda _: [], lambda _: 0) == [0]
+    assert turns.grant(lambda _: []) == [0]
     turns.release(0)
     turns.make_ready(0, patient=True)
-    assert turns.grant(lambda _: [], lambda _: 0) == [1]
+    assert turns.grant(lambda _: []) == [1]
     turns.release(1, ended=True)
-    assert turns.grant(lambda _: [], lambda _: 0) == [0]
+    assert turns.grant(lambda _: []) == [0]
 
 
 def test_a_program_that_is_too_long_is_not_counted() -> None:
