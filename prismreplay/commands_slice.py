@@ -241,6 +241,12 @@ def _warn(report: SlicingReport) -> None:
             f"{', '.join(what)}, were replaced",
             file=sys.stderr,
         )
+    if report.split_groups:
+        print(
+            f"note: {console.counted(report.split_groups, 'group')} were never real as a whole, and "
+            "their transfers take no time yet: give merge a --comm-table and --ranks-per-host",
+            file=sys.stderr,
+        )
     if not report.timing_true:
         print(
             "warning: fewer cores than ranks and emulator need: they share them, and durations are "

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import polars as pl
 
+from prismreplay.slicing.cutting import steps_only
 from prismreplay.slicing.task import SliceOutcome, SliceTask
 from prismtrace.schema import ProcessGroup, SliceInfo, TraceHeader
-from prismtrace.trace import node_ids, node_schema, open_trace, write_nodes
+from prismtrace.trace import Trace, node_ids, node_schema, open_trace, write_nodes
 
 
 def bare_graph(path, world=4, groups=(("dp", range(4)),), steps=2, each=1):
@@ -72,6 +73,10 @@ def perform(task: SliceTask) -> SliceOutcome:
             "extra": {KEY: {"fingerprint": dict(task.fingerprint)}},
         }
     )
+    if task.steps is not None:
+        whole = Trace(header=header, nodes=rows.lazy())
+        header, kept = steps_only(whole, task.steps)
+        rows = kept.collect()
     write_nodes(header, rows.lazy(), task.output)
     return SliceOutcome(
         index=task.execution.index,

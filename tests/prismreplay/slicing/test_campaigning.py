@@ -122,6 +122,11 @@ def test_some_steps_only_fit_a_graph_of_these_steps(job):
     rows = kept.nodes.collect()
     assert rows["index"].to_list() == [0, 1] * 4
     assert rows["deps"].to_list() == [[], [1]] * 4
+    merged = merge(
+        [report.folder / f"slice-000{number}.parquet" for number in (0, 1)],
+        slices=MergeOptions(bare=kept),
+    )
+    assert merged.report.rows == rows.height
     with pytest.raises(SliceError, match="steps 5 to 6"):
         run(SliceOptions(graph, 2, steps=(5, 6)))
 
