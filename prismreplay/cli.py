@@ -8,6 +8,7 @@ import typer
 
 from prismreplay.commands_collect import collect
 from prismreplay.commands_record import record
+from prismreplay.commands_run import run
 from prismreplay.commands_slice import slice_
 from prismtrace import console
 
@@ -22,6 +23,7 @@ app = console.new_app(
 app.command(context_settings={"allow_interspersed_args": False})(collect)
 app.command(context_settings={"allow_interspersed_args": False})(record)
 app.command("slice")(slice_)
+app.command()(run)
 
 
 @app.command()

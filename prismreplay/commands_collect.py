@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prismreplay.collect.collecting import CollectReport
     from prismreplay.tensors.choices import TensorChoices
 
-__all__ = ["collect"]
+__all__ = ["LateBar", "collect", "read_ranks"]
 
 
 def collect(
@@ -123,7 +123,7 @@ def collect(
         shm_dir=shm_dir,
         tensors=choices,
     )
-    bar = _LateBar(world_size)
+    bar = LateBar(world_size)
     try:
         report = run(call, output, options, progress=bar.show)
     except (DeadlockError, RankFailedError) as error:
@@ -139,24 +139,27 @@ def collect(
         _print(report)
 
 
-class _LateBar:
+class LateBar:
     """A progress bar that is drawn only once ranks run: its thread must not be forked."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, doing: str = "collecting") -> None:
         self._total = total
+        self._doing = doing
         self._ended = 0
         self._context: Any = None
         self._bar: Any = None
 
     def show(self, ended: int, text: str) -> None:
+        """So many ranks have ended, and what else there is to say."""
         if self._context is None:
-            self._context = console.progress("collecting", self._total)
+            self._context = console.progress(self._doing, self._total)
             self._bar = self._context.__enter__()
-        self._bar.describe(f"collecting: {text}; ranks ended")
+        self._bar.describe(f"{self._doing}: {text}; ranks ended")
         self._bar.advance(ended - self._ended)
         self._ended = ended
 
     def close(self) -> None:
+        """Take it away."""
         if self._context is not None:
             self._context.__exit__(None, None, None)
             self._context = None
@@ -174,10 +177,11 @@ def _check_options(world_size: int, local_world_size: int | None, shm_dir: Path 
 def _shown(text: str, world_size: int) -> tuple[int, ...]:
     if text == "all":
         return tuple(range(world_size))
-    return () if text in ("none", "") else _ranks("--show-rank", text, world_size)
+    return () if text in ("none", "") else read_ranks("--show-rank", text, world_size)
 
 
-def _ranks(option: str, text: str, world_size: int) -> tuple[int, ...]:
+def read_ranks(option: str, text: str, world_size: int) -> tuple[int, ...]:
+    """Ranks as an option names them; wrong ones are wrong usage."""
     from prismtrace.ranks import parse_ranks
 
     try:
@@ -193,7 +197,7 @@ def _tensor_choices(world_size: int, sandbox: str, **options: Any) -> TensorChoi
     from prismreplay.tensors.choices import read_choices
 
     try:
-        return read_choices(sandbox=_ranks("--sandbox", sandbox, world_size), **options)
+        return read_choices(sandbox=read_ranks("--sandbox", sandbox, world_size), **options)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -12,6 +12,7 @@ from prismreplay.collect.handover import Parcel, ParcelWriter, Place, Span, byte
 from prismreplay.collect.messages import Channel, Message, pack_op
 from prismreplay.runtime.operations import Group, Op
 from prismreplay.runtime.payloads import calling_line
+from prismreplay.runtime.roles import Pending
 from prismreplay.runtime.stores import RemoteStore
 
 __all__ = ["CollectPending", "CollectRole", "Connection", "StoreConnection", "fill"]
@@ -206,7 +207,7 @@ class CollectRole:
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
         call: Callable[[], Any],  # noqa: ARG002  part of the protocol
-    ) -> CollectPending | _Done:
+    ) -> Pending:
         """Hand the inputs over; see `prismreplay.runtime.roles.Role`.
 
         Raises:

@@ -99,7 +99,7 @@ class SandboxRole(CollectRole):
         )
         self._connection.tell(("over", tuple(summary)))
 
-    def submit(  # type: ignore[override]  a sandbox rank's operations are its own
+    def submit(
         self,
         op: Op,
         inputs: Sequence[Tensor],
@@ -107,6 +107,12 @@ class SandboxRole(CollectRole):
         call: Callable[[], Any],
     ) -> Pending:
         """See `prismreplay.runtime.roles.Role`."""
+        with self.clock.at_its_own_pace():
+            return self._submit(op, inputs, outputs, call)
+
+    def _submit(
+        self, op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], call: Callable[[], Any]
+    ) -> Pending:
         begun = time.monotonic_ns()
         token, issued_ns = self.recorder.latest
         if op.group.key in self._real:
@@ -149,12 +155,13 @@ class _HubPending:
             return
         self._waited = True
         clock = self._role.clock
-        begun = clock.now()
-        with self._lock:
-            self._fetch()
-        if clock.now() < max(begun, self._end_ns):
-            self._role.holder.hold_until(self._end_ns + clock.debt_ns)
-        clock.late(max(0, clock.now() - max(begun, self._end_ns)))
+        with clock.at_its_own_pace():
+            begun = clock.now()
+            with self._lock:
+                self._fetch()
+            if clock.now() < self._end_ns:
+                self._role.holder.hold_until(self._end_ns + clock.debt_ns)
+            clock.late(max(0, clock.now() - max(begun, self._end_ns)))
 
     def done(self) -> bool:
         """True once `wait` would not block."""
@@ -210,6 +217,10 @@ class _RealPending:
 
     def wait(self) -> None:
         """Block until the outputs are filled in."""
+        with self._role.clock.at_its_own_pace():
+            self._wait()
+
+    def _wait(self) -> None:
         clock = self._role.clock
         begun = clock.now()
         self._work.wait()
@@ -229,7 +240,7 @@ class _RealPending:
             self._role.holder.hold_until(end_ns + clock.debt_ns)
         elif kept_waiting:
             # What other ranks' debts have held up is no time of the virtual world.
-            clock.late(max(0, min(now - begun, shift - clock.debt_ns)))
+            clock.take_over(max(0, min(now - begun, shift - clock.debt_ns)))
 
     def done(self) -> bool:
         """True once `wait` would not block."""

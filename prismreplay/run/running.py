@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from prismreplay.run.hub import Hub, serve_store
 from prismreplay.run.hybrid import HybridCoordinator, World
 from prismreplay.run.ledger import Ledger
 from prismreplay.run.marks import Memory, RankSummary, StepMark
+from prismreplay.run.spinning import Spin, paces_of, spin, write_paces
 from prismreplay.run.timekeeping import Entry, Timekeeper
 from prismreplay.run.virtual_members import VirtualMembers
 from prismreplay.runtime.operations import Op
@@ -69,6 +70,7 @@ class RunOptions:
         check: compare all inputs of sandbox ranks with this recording; not for timing.
         slice: which slice this is; None: a run.
         real_groups: have torch's backend perform what sandbox ranks do among themselves.
+        spins: named pieces of sandbox ranks' programs that count as faster or slower.
     """
 
     sandbox: tuple[int, ...]
@@ -81,6 +83,7 @@ class RunOptions:
     check: RecordedTensors | None = None
     slice: SliceInfo | None = None
     real_groups: bool = True
+    spins: tuple[Spin, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -234,6 +237,9 @@ class _Run:
         try:
             if complete:
                 said = timing()
+                write_paces(
+                    self._folder, paces_of(self._graph, self._options.sandbox, self._options.spins)
+                )
                 store = self._serve_store()
                 members = self._members()
                 followers = followers_of(self._graph, self._options.sandbox)
@@ -273,7 +279,7 @@ class _Run:
         recorded = self._options.check
         if recorded is None or placed.round_ or not op.inputs:
             return
-        recorded.require_equal(rank, op, inputs.tensors(op.inputs))
+        recorded.require_equal(rank, replace(op, seq=placed.data_seq), inputs.tensors(op.inputs))
 
     def _ticker(self, progress: Callable[[int, str], None] | None) -> Callable[[int], None] | None:
         if progress is None:
@@ -346,6 +352,7 @@ def _observe(
     Holder(clock.machine).hold_until(ledger.origin_ns)
     writer = SpanWriter(folder / f"rank{rank}.spool", rank=rank, world_size=world_size)
     recorder = make_recorder(writer, clock=clock.now)
+    spin(folder, recorder.position, clock)
     roles: list[SandboxRole] = []
 
     def make_role(connection: Any, place: Place) -> SandboxRole:

@@ -150,7 +150,8 @@ class RecordedTensors:
             if digest_of(plain, entry.spec) != entry.sha256:
                 raise TensorRecordingError(
                     f"input {place} of {op.call.value} is not what was recorded",
-                    where=f"rank={rank} group={op.group.key} seq={op.seq}",
+                    where=f"rank={rank} group={op.group.key} seq={op.seq}"
+                    + (f" at {op.site}" if op.site else ""),
                     hint="the program is not deterministic, or has changed: fix its seeds, or "
                     "record its tensors again",
                 )

@@ -1,0 +1,345 @@
+"""The command `prismreplay run`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prismreplay.commands_collect import LateBar, read_ranks
+from prismtrace import console
+
+if TYPE_CHECKING:
+    from prismreplay.run.results import Comparison, RunReport
+    from prismreplay.run.running import Timing
+    from prismtrace.trace import Trace
+
+__all__ = ["Transport", "run"]
+
+
+class Transport(StrEnum):
+    """How groups with virtual members communicate."""
+
+    AUTO = "auto"
+    LOCAL = "local"
+    REDUCED = "reduced"
+
+
+def run(
+    graph: Annotated[
+        Path,
+        typer.Argument(
+            readable=False, help="The job's calibrated trace, as `prismcalib merge` wrote it."
+        ),
+    ],
+    program: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- SCRIPT.py [ARGUMENTS]...",
+            help="The program and its own arguments, after two dashes. -m NAME runs a module.",
+        ),
+    ],
+    sandbox: Annotated[
+        str, typer.Option(metavar="RANKS", help="Ranks that run for real, as in 0-3.")
+    ] = "0",
+    tensors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULES|FOLDER|builtin:NAME",
+            help="What virtual ranks send: rules, or a recording. Repeatable; the first that "
+            "answers counts. Default: the recording beside the graph.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The sandbox ranks' trace.")
+    ] = Path("run.parquet"),
+    transport: Annotated[
+        Transport, typer.Option(help="How groups with virtual members communicate.")
+    ] = Transport.AUTO,
+    inject: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHAT",
+            help="Change virtual ranks, as in rank=12,kind=compute,scale=1.4. Repeatable.",
+        ),
+    ] = None,
+    spin: Annotated[
+        tuple[str, float] | None,
+        typer.Option(
+            metavar="WHERE FACTOR",
+            help="Have named pieces of sandbox ranks count as faster or slower, as in "
+            "\"name LIKE '%attn%'\" 0.8.",
+        ),
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="A recorded true run to compare times with.")
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            help="Compare all that sandbox ranks send with the recording and name the first "
+            "difference. Costs time: not for timing."
+        ),
+    ] = False,
+    plan: Annotated[
+        Path | None, typer.Option(help="A plan of these sandbox ranks, compiled before.")
+    ] = None,
+    early: Annotated[
+        bool,
+        typer.Option(help="Virtual ranks are always there: data without times; any graph will do."),
+    ] = False,
+    local_world_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks of one host, as the program sees it. Default: all."),
+    ] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where the output of ranks goes. Default: beside the trace."),
+    ] = None,
+    show_rank: Annotated[
+        str | None,
+        typer.Option(help="Ranks whose output is shown, as in 0,3-5; all; none. Default: one."),
+    ] = None,
+    shm_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for tensors that ranks hand over. Default: memory."),
+    ] = None,
+    mock_router: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="Shares of tokens that experts get."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Run a few ranks of a job for real; all others are virtual and arrive when they would.
+
+    The program needs no change and prints what it always prints. What it communicates comes from
+    a recording or from rules; when virtual ranks arrive follows from the calibrated trace and from
+    when the sandbox ranks do.
+
+    Example: prismreplay run calibrated.parquet --sandbox 0-1 --tensors bare.tensors -- train.py
+    """
+    from prismreplay.collect.programs import program_of
+
+    call = program_of(program)
+    call.check()
+    console.warn_of_suffix(output)
+    if transport is Transport.REDUCED:
+        raise typer.BadParameter("--transport reduced: not on this machine")
+    # Before torch is imported, which counts its threads then.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from prismreplay.errors import DeadlockError, RankFailedError
+    from prismreplay.run.injecting import edits_of
+    from prismreplay.run.results import report_of
+    from prismreplay.run.running import RunOptions, run_sandbox
+    from prismreplay.tensors.choices import read_choices
+    from prismreplay.tensors.recorded import RecordedTensors
+    from prismtrace.trace import open_trace
+
+    trace = open_trace(graph)
+    world_size = trace.header.world_size
+    ranks = read_ranks("--sandbox", sandbox, world_size)
+    edits = edits_of(inject or (), ranks)
+    sources = _sources(graph, tensors)
+    folder = next((Path(source) for source in sources if Path(source).is_dir()), None)
+    if check and folder is None:
+        raise typer.BadParameter("--check needs a recording: --tensors FOLDER")
+    options = RunOptions(
+        sandbox=ranks,
+        tensors=read_choices(tensors=sources, mock_router=mock_router),
+        local_world_size=local_world_size,
+        log_dir=log_dir,
+        shown=_shown(show_rank, world_size),
+        quiet_stdout=json,
+        shm_dir=shm_dir,
+        check=RecordedTensors(folder) if check and folder is not None else None,
+        spins=() if spin is None else (spin,),
+    )
+    bar = LateBar(len(ranks), "running")
+    try:
+        outcome = run_sandbox(
+            call, trace, output, options, lambda: _timing(trace, ranks, edits, plan, early),
+            progress=bar.show,
+        )  # fmt: skip
+    except (DeadlockError, RankFailedError) as error:
+        bar.close()
+        if error.report:
+            print(error.report.rstrip(), file=sys.stderr)
+        raise
+    finally:
+        bar.close()
+    report = report_of(outcome, trace, timed=not early, checked=check, real=compare)
+    if json:
+        console.print_json(report)
+    else:
+        _print(report)
+
+
+def _sources(graph: Path, tensors: list[str] | None) -> list[str]:
+    beside = graph.with_suffix(".tensors")
+    if tensors is None and beside.is_dir():
+        return [str(beside)]
+    return tensors or []
+
+
+def _shown(text: str | None, world_size: int) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    if text == "all":
+        return tuple(range(world_size))
+    return () if text in ("none", "") else read_ranks("--show-rank", text, world_size)
+
+
+def _timing(
+    trace: Trace, ranks: tuple[int, ...], edits: list[Any], plan: Path | None, early: bool
+) -> Timing:
+    """When virtual ranks arrive."""
+    from prismreplay.errors import PlanError
+    from prismreplay.plan import Plan, compile_plan
+    from prismreplay.run.running import Timing
+
+    if early:
+        return Timing()
+    if plan is None:
+        return Timing(compile_plan(trace, ranks, edits))
+    if edits:
+        raise PlanError("--inject changes what a plan is made from", hint="leave --plan out")
+    found = Plan.read(plan)
+    if found.sandbox != ranks or found.world_size != trace.header.world_size:
+        raise PlanError(
+            "the plan is of other sandbox ranks, or of another job",
+            where=str(plan),
+            hint="compile it again: prismreplay plan",
+        )
+    return Timing(found)
+
+
+def _print(report: RunReport) -> None:
+    from prismcalib.durations import format_ns as ns
+    from prismtrace.ranks import format_ranks
+
+    rows: list[tuple[str, object]] = [
+        ("ranks", f"{format_ranks(report.sandbox)} of {report.world_size}"),
+        ("steps", len(report.steps) or "none found"),
+    ]
+    if report.step_ns is not None:
+        predicted = report.predicted_step_ns
+        rows.append(
+            (
+                "step time",
+                ns(report.step_ns)
+                + ("" if predicted is None else f", predicted {ns(predicted)}")
+                + f"; here it took {ns(report.measured_step_ns or 0)}",
+            )
+        )
+    if report.timed:
+        rows.append(("interference", f"{report.interference:.1%} of a step at most"))
+    peak = max((one.peak_resident_bytes for one in report.ranks), default=0)
+    rows += [
+        ("memory", f"{peak / 1e6:,.0f} MB resident at most on a rank"),
+        ("time", f"{report.wall_s:.1f} s, {report.start_s:.1f} s of it to start"),
+        ("logs", report.log_dir),
+    ]
+    rows += _warnings(report)
+    for name, text in rows:
+        print(f"{name + ':':<18} {text}")
+    print()
+    _print_tables(report)
+    console.announce_output(report.output)
+
+
+_REPEATED = (
+    "operations of steps beyond the graph: their tensors are those of its last step, which do "
+    "not fit the training"
+)
+
+
+def _warnings(report: RunReport) -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
+    if report.disturbed:
+        found.append(
+            ("warning", "answers came late: these times are this machine's; use an idle core more")
+        )
+    if report.repeated_operations:
+        found.append(("warning", f"{report.repeated_operations:,} {_REPEATED}"))
+    if report.missing_operations:
+        found.append(("note", f"{report.missing_operations:,} operations of the graph not made"))
+    if report.resized_operations:
+        found.append(
+            ("warning", f"{report.resized_operations:,} operations of other sizes than the graph's")
+        )
+    if report.checked:
+        found.append(("checked", "all that sandbox ranks sent is what was recorded"))
+    return found
+
+
+def _print_tables(report: RunReport) -> None:
+    from prismcalib.durations import format_ns as ns
+
+    if report.steps:
+        console.table(
+            "Steps",
+            ["step", "emulated", "predicted", "took here", "late answers"],
+            [
+                [
+                    one.step,
+                    ns(one.emulated_ns),
+                    None if one.predicted_ns is None else ns(one.predicted_ns),
+                    ns(one.measured_ns),
+                    ns(one.late_ns),
+                ]
+                for one in report.steps
+            ],
+        )
+        print()
+    console.table(
+        "Groups with sandbox members"
+        + (f"; {report.bypassed_groups} others are not made" if report.bypassed_groups else ""),
+        ["group", "ranks", "sandbox", "transport", "operations", "MB"],
+        [
+            [
+                one.desc or one.name,
+                one.size,
+                len(one.sandbox),
+                one.transport,
+                one.operations,
+                f"{one.nbytes / 1e6:,.2f}",
+            ]
+            for one in report.groups
+        ],
+    )
+    print()
+    console.table(
+        "How well times were met",
+        ["rank", "holds", "median", "99 %", "worst", "late answers", "handing over"],
+        [
+            [
+                one.rank,
+                one.holds,
+                ns(one.hold_median_ns),
+                ns(one.hold_p99_ns),
+                ns(one.hold_worst_ns),
+                f"{one.late_answers:,}, {ns(one.late_ns)}",
+                ns(one.handing_ns),
+            ]
+            for one in report.ranks
+        ],
+    )
+    print()
+    if report.comparison is not None:
+        _print_comparison(report.comparison)
+
+
+def _print_comparison(found: Comparison) -> None:
+    from prismcalib.durations import format_ns as ns
+
+    for title, rows in (("step", found.steps), ("kind", found.kinds)):
+        console.table(
+            f"Against {found.real}, by {title}",
+            [title, "real", "emulated", "error"],
+            [[name, ns(real), ns(here), f"{error:+.2%}"] for name, real, here, error in rows],
+        )
+        print()
