@@ -1,0 +1,221 @@
+"""The command `prismreplay emulate`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+import typer
+
+from prismtrace import console
+
+if TYPE_CHECKING:
+    from prismreplay.emulation.emulating import Emulation
+    from prismreplay.emulation.stages import Note, Stage
+
+__all__ = ["emulate"]
+
+_WHAT = {
+    "collect": "all ranks take turns and give the graph of the job, and what they communicate",
+    "slice": "every rank once for real among virtual ones: how long everything takes",
+    "merge": "one timeline of the whole job",
+    "run": "the sandbox for real, in a world that keeps this time",
+}
+
+_MOST_LOSSES = 6
+
+
+def emulate(
+    program: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- SCRIPT.py [ARGUMENTS]...",
+            help="The program and its own arguments, after two dashes. -m NAME runs a module.",
+        ),
+    ],
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")],
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Devices that ranks compute on; on CPUs the emulator takes one core more, if "
+            "there is one. Default: the CPU cores.",
+        ),
+    ] = None,
+    sandbox: Annotated[
+        str, typer.Option(metavar="RANKS", help="Ranks that run in the end, as in 0-3.")
+    ] = "0",
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--output", help="Folder for what every stage gives; stages done stay done."
+        ),
+    ] = Path("emulation"),
+    sandbox_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks of a slice that are real. Default: one a device."),
+    ] = None,
+    local_world_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks of one host, as the program sees it. Default: all."),
+    ] = None,
+    tensors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULES|FOLDER|builtin:NAME",
+            help="What virtual ranks send, before what was recorded here. Default: that alone.",
+        ),
+    ] = None,
+    mock_router: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="Shares of tokens that experts get."),
+    ] = None,
+    comm_table: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measured times of communications, for groups that no slice has as a whole."
+        ),
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Executions of every slice.")] = 1,
+    refine: Annotated[
+        int, typer.Option(min=0, help="Slice again, at most so often, until durations settle.")
+    ] = 0,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="First steps that are not typical; kept, not counted.")
+    ] = 1,
+    transport: Annotated[
+        str | None,
+        typer.Option(help="How sandbox ranks meet virtual ones, see `run`. Default: as there."),
+    ] = None,
+    inject: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WHAT", help="Slow virtual ranks down, see `run`. Repeatable."),
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="A true run (`record`) to compare the emulated one with.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Collect, slice, merge and run a program: a few ranks for real in the world of all.
+
+    Every stage is a command of its own, which is shown and can be typed again; its files stay in
+    the output folder. Called again with the same words, it goes on where it stopped.
+
+    Example: prismreplay emulate --world-size 16 --devices 2 -- train.py --steps 5
+    """
+    chosen = _ranks(sandbox, world_size)
+    if local_world_size is not None and local_world_size > world_size:
+        raise typer.BadParameter(
+            f"--local-world-size is more than the {world_size} ranks there are"
+        )
+    from prismreplay.emulation.emulating import EmulateOptions
+    from prismreplay.emulation.emulating import emulate as run_chain
+    from prismreplay.emulation.stages import StageError
+
+    options = EmulateOptions(
+        world_size=world_size,
+        devices=min(world_size, devices or len(os.sched_getaffinity(0))),
+        sandbox=chosen,
+        sandbox_size=sandbox_size,
+        local_world_size=local_world_size,
+        tensors=tuple(tensors or ()),
+        mock_router=mock_router,
+        comm_table=comm_table,
+        repeats=repeat,
+        refine=refine,
+        warmup=warmup,
+        transport=transport,
+        inject=tuple(inject or ()),
+        compare=compare,
+    )
+    told = _Told(sys.stderr if json else sys.stdout)
+    try:
+        done = run_chain(program, output, options, told)
+    except StageError as failed:
+        print(
+            f"note: {failed.stage} failed; what was done before stays in {output}, and the same "
+            "command goes on from there",
+            file=sys.stderr,
+        )
+        raise typer.Exit(failed.code) from None
+    if json:
+        console.print_json(done)
+    else:
+        _print(done)
+
+
+class _Told:
+    """Prints every stage as it goes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def begins(self, number: int, of: int, stage: Stage, note: Note | None) -> None:
+        self._say(f"{number}/{of} {stage.name}: {_WHAT[stage.name]}")
+        self._say(f"    $ {console.printable(stage.line)}")
+        if note is not None:
+            self._say(f"    done before, in {note.wall_s:.1f} s\n")
+
+    def ended(self, note: Note) -> None:
+        self._say(f"    done in {note.wall_s:.1f} s\n")
+
+    def _say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+def _ranks(text: str, world_size: int) -> tuple[int, ...]:
+    from prismtrace.ranks import parse_ranks
+
+    try:
+        ranks = tuple(sorted(set(parse_ranks(text))))
+    except ValueError as error:
+        raise typer.BadParameter(f"--sandbox {text}: {error}") from error
+    if not ranks or ranks[-1] >= world_size:
+        raise typer.BadParameter(f"--sandbox {text}: there are {world_size} ranks, from 0")
+    return ranks
+
+
+def _print(done: Emulation) -> None:
+    from prismcalib.durations import format_ns
+    from prismcalib.step_times import steps_text
+
+    found = done.findings
+    emulated = found.emulated_step_ns
+    rows = [("predicted step time", format_ns(found.predicted_step_ns))]
+    if emulated is not None:
+        apart = emulated / max(found.predicted_step_ns, 1) - 1
+        rows.append(
+            (
+                "emulated step time",
+                f"{format_ns(emulated)} ({apart:+.1%}; {steps_text(found.steps, 1)})",
+            )
+        )
+    for rank, nbytes in found.peak_memory.items():
+        rows.append((f"peak memory, rank {rank}", f"{nbytes / 1e6:,.1f} MB"))
+    for rank, losses in found.losses.items():
+        shown = ", ".join(f"{loss:g}" for loss in losses[-_MOST_LOSSES:])
+        before = "... " if len(losses) > _MOST_LOSSES else ""
+        rows.append((f"losses, rank {rank}", before + shown))
+    rows.append(("rests on measurement", f"{found.measured_share:.1%} of the critical path"))
+    rows.append(("time in all", f"{done.wall_s:.1f} s"))
+    for name, text in rows:
+        print(f"{name + ':':<22} {text}")
+    print()
+    console.table(
+        "where the time goes: the critical path",
+        ("kind", "time", "share"),
+        [(part.name, format_ns(part.time_ns), f"{part.share:.1%}") for part in found.path],
+    )
+    print()
+    console.table(
+        "what that rests on",
+        ("", "share"),
+        [(name, f"{share:.1%}") for name, share in found.basis.items()],
+    )
+    for text in found.warnings:
+        print(f"\nwarning: {text}", file=sys.stderr)
+    print()
+    print(f"the timeline of all ranks: {done.folder}/calibrated.parquet")
+    print(f"the sandbox's own trace:   {done.folder}/run.parquet")

@@ -1,0 +1,1 @@
+"""The whole chain of commands as one: collect, slice, merge, run, and what came of it."""

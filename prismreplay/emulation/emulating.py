@@ -1,0 +1,268 @@
+"""Emulate: collect, slice, merge and run a program, in one folder that keeps what each gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from prismreplay.collect.programs import ProgramCall, program_of
+from prismreplay.emulation.findings import Findings, find
+from prismreplay.emulation.stages import (
+    Note,
+    Stage,
+    files_digest,
+    kept_note,
+    run_stage,
+)
+from prismtrace.output import output_error
+from prismtrace.ranks import format_ranks
+
+__all__ = ["EmulateOptions", "Emulation", "StageRecord", "Watcher", "emulate"]
+
+
+@dataclass(frozen=True)
+class EmulateOptions:
+    """What to emulate, and on what.
+
+    Attributes:
+        world_size: ranks of the job.
+        devices: ranks that compute at a time; on CPUs, cores.
+        sandbox: ranks that run in the end.
+        sandbox_size: ranks that are real in a slice; None: one a device.
+        local_world_size: ranks of one host, as the program sees it; None: all.
+        tensors: what virtual ranks contribute (rules, recordings); none: what collect records.
+        mock_router: shares of tokens that experts get.
+        comm_table: measured times of communications.
+        repeats: executions of every slice.
+        refine: further rounds of slices, at most.
+        warmup: first steps that are not typical.
+        transport: how sandbox ranks meet virtual ones; None: the command's default.
+        inject: changes of virtual ranks, as `run` takes them.
+        compare: a true run's trace.
+    """
+
+    world_size: int
+    devices: int
+    sandbox: tuple[int, ...] = (0,)
+    sandbox_size: int | None = None
+    local_world_size: int | None = None
+    tensors: tuple[str, ...] = ()
+    mock_router: Path | None = None
+    comm_table: Path | None = None
+    repeats: int = 1
+    refine: int = 0
+    warmup: int = 1
+    transport: str | None = None
+    inject: tuple[str, ...] = ()
+    compare: Path | None = None
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """A stage as it went. `kept`: it was done before. Times in seconds."""
+
+    name: str
+    command: str
+    wall_s: float
+    kept: bool
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """What a chain gave.
+
+    Attributes:
+        folder: where its files are.
+        stages: of the chain, in order.
+        findings: what came of it.
+    """
+
+    folder: Path
+    stages: tuple[StageRecord, ...]
+    findings: Findings
+
+    @property
+    def wall_s(self) -> float:
+        """What all stages took, also those that were done before."""
+        return sum(stage.wall_s for stage in self.stages)
+
+
+class Watcher(Protocol):
+    """Told of every stage of a chain."""
+
+    def begins(self, number: int, of: int, stage: Stage, note: Note | None) -> None:
+        """A stage begins; with a `note`, it was done before."""
+
+    def ended(self, note: Note) -> None:
+        """The stage, which was not done before, has ended."""
+
+
+def emulate(
+    program: Sequence[str], folder: Path, options: EmulateOptions, watcher: Watcher
+) -> Emulation:
+    """Run the stages that are not done yet, and say what came of all of them.
+
+    Args:
+        program: the words after `--`.
+        folder: for the files of the stages; made if it is not there.
+        options: what, and on what.
+        watcher: told of every stage.
+
+    Raises:
+        ProgramError: the program cannot be found.
+        InputFileError: a file that is named cannot be read.
+        OutputError: the folder cannot be written.
+        StageError: a stage failed, and has said why.
+    """
+    call = program_of(program)
+    call.check()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise output_error(folder, error.errno or 0) from error
+    chain = _Chain(
+        program=tuple(program),
+        folder=folder,
+        options=options,
+        job=files_digest(_program_files(call), options.mock_router),
+        sources=files_digest(map(Path, options.tensors)),
+    )
+    records, notes = [], {}
+    for number, make in enumerate(chain.makers, start=1):
+        stage = make(notes)
+        note = kept_note(folder, stage)
+        kept = note is not None
+        watcher.begins(number, len(chain.makers), stage, note)
+        if note is None:
+            note = run_stage(folder, stage)
+            watcher.ended(note)
+        notes[stage.name] = note
+        records.append(StageRecord(stage.name, stage.line, note.wall_s, kept))
+    findings = find(
+        folder / "calibrated.parquet",
+        {name: note.report for name, note in notes.items()},
+        folder / "run.logs",
+        options.sandbox,
+    )
+    return Emulation(folder, tuple(records), findings)
+
+
+Notes = dict[str, Note]
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """The commands of a chain. Each is made once those before it have left their notes."""
+
+    program: tuple[str, ...]
+    folder: Path
+    options: EmulateOptions
+    job: str
+    sources: str
+
+    @property
+    def makers(self) -> tuple[Callable[[Notes], Stage], ...]:
+        return self._collect, self._slice, self._merge, self._run
+
+    def _collect(self, _: Notes) -> Stage:
+        options = self.options
+        words = [
+            *("prismreplay", "collect"),
+            *("--world-size", options.world_size),
+            *("--devices", options.devices),
+            *self._job(),
+        ]
+        if options.tensors:
+            words += ["--record-tensors", "sandbox-facing", "--sandbox", self._sandbox]
+        else:
+            words += ["--record-tensors", "all"]
+        made = ("bare.parquet", "bare.tensors/manifest.json")
+        words += ["--show-rank", "none", "-o", self.folder / "bare.parquet"]
+        return self._stage("collect", words, made, self.job)
+
+    def _slice(self, notes: Notes) -> Stage:
+        options = self.options
+        words = [
+            *("prismreplay", "slice", self.folder / "bare.parquet"),
+            *("--sandbox-size", options.sandbox_size or options.devices),
+            # The emulator has a core of its own, if there is one.
+            *("--devices", options.devices + 1),
+            *self._tensors(),
+            *self._job(),
+            *(("--repeat", options.repeats) if options.repeats > 1 else ()),
+            *(("--refine", options.refine, *self._transfers()) if options.refine else ()),
+            *(("--warmup", options.warmup) if options.warmup != 1 else ()),
+            *("-o", self.folder / "slices"),
+        ]
+        inputs = (self.job, self.sources, notes["collect"].token)
+        return self._stage("slice", words, ("slices/slice-*.parquet",), *inputs)
+
+    def _merge(self, notes: Notes) -> Stage:
+        options = self.options
+        words = [
+            *("prismcalib", "merge", self.folder / "slices"),
+            *("--bare", self.folder / "bare.parquet"),
+            # All slices ran on one machine, whose clock is the same for all ranks.
+            *("--clock", "keep"),
+            *self._transfers(),
+            *(("--warmup", options.warmup) if options.warmup != 1 else ()),
+            *("-o", self.folder / "calibrated.parquet"),
+        ]
+        inputs = (files_digest([], options.comm_table), notes["slice"].token)
+        return self._stage("merge", words, ("calibrated.parquet",), *inputs, program=False)
+
+    def _run(self, notes: Notes) -> Stage:
+        options = self.options
+        words = [
+            *("prismreplay", "run", self.folder / "calibrated.parquet"),
+            *("--sandbox", self._sandbox),
+            *self._tensors(),
+            *self._job(),
+            *(("--transport", options.transport) if options.transport else ()),
+            *(word for text in options.inject for word in ("--inject", text)),
+            *(("--compare", options.compare) if options.compare else ()),
+            *("-o", self.folder / "run.parquet"),
+        ]
+        inputs = (self.job, self.sources, notes["merge"].token)
+        compared = files_digest([], options.compare)
+        return self._stage("run", words, ("run.parquet",), *inputs, compared)
+
+    @property
+    def _sandbox(self) -> str:
+        return format_ranks(self.options.sandbox, strided=False)
+
+    def _job(self) -> Iterator[object]:
+        """What all commands that run the program are told of it."""
+        if self.options.local_world_size is not None:
+            yield from ("--local-world-size", self.options.local_world_size)
+        if self.options.mock_router is not None:
+            yield from ("--mock-router", self.options.mock_router)
+
+    def _transfers(self) -> Iterator[object]:
+        """Where transfers of groups come from that no slice has as a whole."""
+        options = self.options
+        yield from ("--ranks-per-host", options.local_world_size or options.world_size)
+        if options.comm_table is not None:
+            yield from ("--comm-table", options.comm_table)
+
+    def _tensors(self) -> Iterator[object]:
+        for source in (*self.options.tensors, self.folder / "bare.tensors"):
+            yield from ("--tensors", source)
+
+    def _stage(
+        self,
+        name: str,
+        words: Sequence[object],
+        made: tuple[str, ...],
+        *inputs: str,
+        program: bool = True,
+    ) -> Stage:
+        texts = tuple(map(str, words)) + (("--", *self.program) if program else ())
+        return Stage(name, texts, made, inputs)
+
+
+def _program_files(call: ProgramCall) -> list[Path]:
+    """The program's own file; what it imports is not looked into."""
+    return [] if call.is_module else [Path(call.path)]

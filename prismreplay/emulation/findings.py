@@ -1,0 +1,141 @@
+"""What came of an emulation: times, memory and losses, and what they rest on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prismcalib.paths import critical_path
+from prismcalib.prediction import path_basis, predict
+
+__all__ = ["Findings", "Share", "find", "losses_in"]
+
+_MEASURED = ("computation, measured", "transfer, measured")
+_KNOWN = ("transfer, table",)
+_MOST_SHARES = 8
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of the critical path: what it is, its time in ns, and its share."""
+
+    name: str
+    time_ns: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What came of an emulation. Times in ns, sizes in bytes.
+
+    Attributes:
+        predicted_step_ns: by the calibrated timeline of all ranks.
+        emulated_step_ns: as the sandbox ranks took it, without what the emulator was late; None
+            if they made no step.
+        steps: how many they made; the first does not count.
+        peak_memory: sandbox rank -> most that it held.
+        losses: sandbox rank -> what it printed as such, in order.
+        path: where the time goes: parts of the critical path by kind, largest first.
+        ranks_on_path: rank -> share of the critical path, largest first.
+        basis: shares of the critical path by what is known of them.
+        interference: largest share of a step that late answers of the emulator took.
+        warnings: what makes the times less sure.
+        comparison: of the run with a true one, as `run --compare` tells it.
+    """
+
+    predicted_step_ns: int
+    emulated_step_ns: int | None
+    steps: int
+    peak_memory: dict[int, int]
+    losses: dict[int, tuple[float, ...]]
+    path: tuple[Share, ...]
+    ranks_on_path: dict[int, float]
+    basis: dict[str, float]
+    interference: float
+    warnings: tuple[str, ...]
+    comparison: dict[str, Any] | None
+
+    @property
+    def measured_share(self) -> float:
+        """How much of the critical path was measured, here or for the table."""
+        return sum(self.basis.get(name, 0.0) for name in (*_MEASURED, *_KNOWN))
+
+
+def find(
+    calibrated: Path, reports: Mapping[str, Mapping[str, Any]], logs: Path, sandbox: Sequence[int]
+) -> Findings:
+    """Put together what the stages of an emulation gave.
+
+    Args:
+        calibrated: the timeline of all ranks.
+        reports: stage -> what its command reported.
+        logs: folder of what the sandbox ranks printed.
+        sandbox: the ranks that ran.
+    """
+    path = critical_path(calibrated)
+    length = max(path.length_ns, 1)
+    kinds = [
+        Share(kind, busy + gap, share)
+        for kind, busy, gap, share in path.shares("kind")
+        .select("kind", "busy_ns", "gap_ns", "share")
+        .head(_MOST_SHARES)
+        .iter_rows()
+    ]
+    if path.lead_in_ns:
+        kinds.append(Share("before it starts", path.lead_in_ns, path.lead_in_ns / length))
+    run = reports["run"]
+    return Findings(
+        predicted_step_ns=predict(calibrated, draws=0).step_ns,
+        path=tuple(kinds),
+        ranks_on_path=dict(path.shares("rank").select("rank", "share").iter_rows()),
+        basis=path_basis(path),
+        losses={rank: found for rank in sandbox if (found := losses_in(_printed(logs, rank)))},
+        warnings=tuple(_warnings(reports)),
+        comparison=run["comparison"],
+        emulated_step_ns=run["step_ns"],
+        steps=len(run["steps"]),
+        peak_memory={one["rank"]: one["peak_resident_bytes"] for one in run["ranks"]},
+        interference=run["interference"],
+    )
+
+
+def losses_in(text: str) -> tuple[float, ...]:
+    """Losses that a program printed, in order: the number after the word, once a line.
+
+    Finds `step 3  loss 2.31`, `loss: 2.31`, `train_loss=2.31`, `lm loss: 2.31E+00`.
+    """
+    found = (_LOSS.search(line) for line in text.splitlines())
+    return tuple(float(match[1]) for match in found if match)
+
+
+_LOSS = re.compile(
+    r"loss['\"]?\s*[:=]?\s*([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))", re.IGNORECASE
+)
+
+
+def _warnings(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    slices, run = reports["slice"], reports["run"]
+    if not slices["timing_true"]:
+        yield (
+            "slices shared cores with each other or with the emulator: times are longer than on "
+            "the real machine; losses, memory and the graph are not touched by that"
+        )
+    if slices["rounds"] and not slices["rounds"][-1]["settled"]:
+        yield "durations have not settled: refine more, or repeat slices"
+    if run["disturbed"]:
+        yield f"answers of the emulator came late, by up to {run['interference']:.0%} of a step"
+    if run["repeated_operations"]:
+        yield (
+            "the run made more steps than were collected; what virtual ranks sent in those was "
+            "that of the last one, and losses are not the job's"
+        )
+
+
+def _printed(logs: Path, rank: int) -> str:
+    for path in logs.glob(f"rank-*{rank}.log"):
+        if int(path.stem.partition("-")[2]) == rank:
+            return path.read_text(encoding="utf-8", errors="replace")
+    return ""

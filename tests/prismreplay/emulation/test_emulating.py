@@ -1,0 +1,146 @@
+"""The chain of commands: what each is told, and what is repeated when something changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prismreplay.emulation import emulating
+from prismreplay.emulation.emulating import EmulateOptions, emulate
+from prismreplay.emulation.stages import StageError
+from prismreplay.errors import ProgramError
+
+
+class Watching:
+    def __init__(self):
+        self.begun, self.made = [], []
+
+    def begins(self, number, of, stage, note):
+        self.begun.append((number, of, stage.name, note is not None))
+        self.words = stage.words
+
+    def ended(self, note):
+        self.made.append(note.token)
+
+
+@pytest.fixture
+def commands(monkeypatch, tmp_path):
+    """Stages that only leave empty files; the command lines that were called."""
+    lines = {}
+
+    def call(stage):
+        lines[stage.name] = stage.words
+        for pattern in stage.made:
+            path = tmp_path / "work" / pattern.replace("*", "0000")
+            path.parent.mkdir(exist_ok=True, parents=True)
+            path.write_text(stage.line)
+        return "{}"
+
+    monkeypatch.setattr("prismreplay.emulation.stages._call", call)
+    monkeypatch.setattr(emulating, "find", lambda *_: None)
+    return lines
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("pass")
+    return ["train.py", "--steps", "3"]
+
+
+def names(done, *, kept):
+    return [stage.name for stage in done.stages if stage.kept == kept]
+
+
+def option(words, name):
+    return words[words.index(name) + 1]
+
+
+def test_a_chain_is_four_commands(commands, train):
+    watching = Watching()
+    done = emulate(train, Path("work"), EmulateOptions(world_size=16, devices=2), watching)
+    assert names(done, kept=False) == ["collect", "slice", "merge", "run"]
+    assert [entry[:3] for entry in watching.begun][-1] == (4, 4, "run")
+    assert commands["collect"][:4] == ("prismreplay", "collect", "--world-size", "16")
+    assert option(commands["collect"], "--record-tensors") == "all"
+    assert option(commands["slice"], "--sandbox-size") == "2"
+    assert option(commands["run"], "--sandbox") == "0"
+    for name in ("collect", "slice", "run"):
+        assert commands[name][-4:] == ("--", *train)
+    assert "--" not in commands["merge"]
+
+
+def test_a_second_time_nothing_is_run(commands, train):
+    options = EmulateOptions(world_size=16, devices=2)
+    emulate(train, Path("work"), options, Watching())
+    commands.clear()
+    done = emulate(train, Path("work"), options, Watching())
+    assert commands == {}
+    assert names(done, kept=True) == ["collect", "slice", "merge", "run"]
+
+
+@pytest.mark.parametrize(
+    ("change", "again"),
+    [
+        ({"inject": ("rank=5,scale=2",)}, ["run"]),
+        ({"sandbox": (1, 2)}, ["run"]),
+        ({"comm_table": Path("table.parquet")}, ["merge", "run"]),
+        ({"sandbox_size": 4}, ["slice", "merge", "run"]),
+        ({"world_size": 8}, ["collect", "slice", "merge", "run"]),
+    ],
+    ids=str,
+)
+def test_only_what_depends_on_a_change_is_repeated(commands, train, change, again):
+    Path("table.parquet").write_text("")
+    base = {"world_size": 16, "devices": 2}
+    emulate(train, Path("work"), EmulateOptions(**base), Watching())
+    commands.clear()
+    emulate(train, Path("work"), EmulateOptions(**base | change), Watching())
+    assert list(commands) == again
+
+
+def test_another_program_is_another_job(commands, train):
+    options = EmulateOptions(world_size=16, devices=2)
+    emulate(train, Path("work"), options, Watching())
+    commands.clear()
+    Path("train.py").write_text("pass  # changed")
+    emulate(train, Path("work"), options, Watching())
+    assert list(commands) == ["collect", "slice", "merge", "run"]
+
+
+def test_after_a_failure_it_goes_on(commands, train, monkeypatch):
+    options = EmulateOptions(world_size=16, devices=2)
+    run = emulating.run_stage
+
+    def failing(folder, stage):
+        if stage.name == "merge":
+            raise StageError(stage.name, 1)
+        return run(folder, stage)
+
+    monkeypatch.setattr(emulating, "run_stage", failing)
+    with pytest.raises(StageError, match="merge"):
+        emulate(train, Path("work"), options, Watching())
+    monkeypatch.setattr(emulating, "run_stage", run)
+    commands.clear()
+    emulate(train, Path("work"), options, Watching())
+    assert list(commands) == ["merge", "run"]
+
+
+def test_rules_need_only_the_sandbox_s_tensors(commands, train):
+    options = EmulateOptions(
+        world_size=16, devices=2, sandbox=(2, 3), tensors=("builtin:independent",)
+    )
+    emulate(train, Path("work"), options, Watching())
+    assert option(commands["collect"], "--record-tensors") == "sandbox-facing"
+    assert option(commands["collect"], "--sandbox") == "2-3"
+    sources = [word for word in commands["slice"] if word.endswith((":independent", ".tensors"))]
+    assert sources == ["builtin:independent", "work/bare.tensors"]
+
+
+def test_a_program_that_is_not_there_begins_nothing(tmp_path):
+    with pytest.raises(ProgramError):
+        emulate(
+            ["nothing.py"], tmp_path / "work", EmulateOptions(world_size=2, devices=1), Watching()
+        )
+    assert not (tmp_path / "work").exists()
