@@ -19,6 +19,7 @@ __all__ = ["emulate"]
 
 _WHAT = {
     "collect": "all ranks take turns and give the graph of the job, and what they communicate",
+    "comm-bench": "how long communications take on this machine",
     "slice": "every rank once for real among virtual ones: how long everything takes",
     "merge": "one timeline of the whole job",
     "run": "the sandbox for real, in a world that keeps this time",
@@ -75,7 +76,8 @@ def emulate(
     comm_table: Annotated[
         Path | None,
         typer.Option(
-            help="Measured times of communications, for groups that no slice has as a whole."
+            help="Measured times of communications, for groups that no slice has as a whole. "
+            "Default: measure them here, with as many ranks as there are cores."
         ),
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Executions of every slice.")] = 1,
@@ -114,9 +116,10 @@ def emulate(
     from prismreplay.emulation.emulating import emulate as run_chain
     from prismreplay.emulation.stages import StageError
 
+    cores = len(os.sched_getaffinity(0))
     options = EmulateOptions(
         world_size=world_size,
-        devices=min(world_size, devices or len(os.sched_getaffinity(0))),
+        devices=min(world_size, devices or cores),
         sandbox=chosen,
         sandbox_size=sandbox_size,
         local_world_size=local_world_size,
@@ -129,6 +132,7 @@ def emulate(
         transport=transport,
         inject=tuple(inject or ()),
         compare=compare,
+        cores=max(2, cores),
     )
     told = _Told(sys.stderr if json else sys.stdout)
     try:

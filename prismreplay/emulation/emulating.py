@@ -41,6 +41,7 @@ class EmulateOptions:
         transport: how sandbox ranks meet virtual ones; None: the command's default.
         inject: changes of virtual ranks, as `run` takes them.
         compare: a true run's trace.
+        cores: ranks that can communicate at a time here, to measure what that takes.
     """
 
     world_size: int
@@ -57,6 +58,7 @@ class EmulateOptions:
     transport: str | None = None
     inject: tuple[str, ...] = ()
     compare: Path | None = None
+    cores: int = 2
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,12 @@ def emulate(
         job=files_digest(_program_files(call), options.mock_router),
         sources=files_digest(map(Path, options.tensors)),
     )
-    records, notes = [], {}
+    records: list[StageRecord] = []
+    notes: Notes = {}
     for number, make in enumerate(chain.makers, start=1):
         stage = make(notes)
+        if stage is None:
+            continue
         note = kept_note(folder, stage)
         kept = note is not None
         watcher.begins(number, len(chain.makers), stage, note)
@@ -163,8 +168,10 @@ class _Chain:
     sources: str
 
     @property
-    def makers(self) -> tuple[Callable[[Notes], Stage], ...]:
-        return self._collect, self._slice, self._merge, self._run
+    def makers(self) -> tuple[Callable[[Notes], Stage | None], ...]:
+        if self.options.comm_table is not None:
+            return self._collect, self._slice, self._merge, self._run
+        return self._collect, self._bench, self._slice, self._merge, self._run
 
     def _collect(self, _: Notes) -> Stage:
         options = self.options
@@ -182,6 +189,19 @@ class _Chain:
         words += ["--show-rank", "none", "-o", self.folder / "bare.parquet"]
         return self._stage("collect", words, made, self.job)
 
+    def _bench(self, notes: Notes) -> Stage | None:
+        """Times of the job's communications, in groups as large as there is room for."""
+        from prismreplay.emulation.transfers import bench_words
+
+        graph = self.folder / "bare.parquet"
+        options = bench_words(graph, min(self.options.world_size, self.options.cores))
+        if not options:
+            return None
+        words = ("prismreplay", "comm-bench", *options, "-o", self._table)
+        return self._stage(
+            "comm-bench", words, (self._table.name,), notes["collect"].token, program=False
+        )
+
     def _slice(self, notes: Notes) -> Stage:
         options = self.options
         words = [
@@ -192,7 +212,7 @@ class _Chain:
             *self._tensors(),
             *self._job(),
             *(("--repeat", options.repeats) if options.repeats > 1 else ()),
-            *(("--refine", options.refine, *self._transfers()) if options.refine else ()),
+            *(("--refine", options.refine, *self._transfers(notes)) if options.refine else ()),
             *(("--warmup", options.warmup) if options.warmup != 1 else ()),
             *("-o", self.folder / "slices"),
         ]
@@ -206,11 +226,13 @@ class _Chain:
             *("--bare", self.folder / "bare.parquet"),
             # All slices ran on one machine, whose clock is the same for all ranks.
             *("--clock", "keep"),
-            *self._transfers(),
+            *self._transfers(notes),
             *(("--warmup", options.warmup) if options.warmup != 1 else ()),
             *("-o", self.folder / "calibrated.parquet"),
         ]
-        inputs = (files_digest([], options.comm_table), notes["slice"].token)
+        measured = notes.get("comm-bench")
+        table = files_digest([], options.comm_table) if measured is None else measured.token
+        inputs = (table, notes["slice"].token)
         return self._stage("merge", words, ("calibrated.parquet",), *inputs, program=False)
 
     def _run(self, notes: Notes) -> Stage:
@@ -240,12 +262,16 @@ class _Chain:
         if self.options.mock_router is not None:
             yield from ("--mock-router", self.options.mock_router)
 
-    def _transfers(self) -> Iterator[object]:
+    @property
+    def _table(self) -> Path:
+        return self.options.comm_table or self.folder / "table.parquet"
+
+    def _transfers(self, notes: Notes) -> Iterator[object]:
         """Where transfers of groups come from that no slice has as a whole."""
         options = self.options
         yield from ("--ranks-per-host", options.local_world_size or options.world_size)
-        if options.comm_table is not None:
-            yield from ("--comm-table", options.comm_table)
+        if options.comm_table is not None or "comm-bench" in notes:
+            yield from ("--comm-table", self._table)
 
     def _tensors(self) -> Iterator[object]:
         for source in (*self.options.tensors, self.folder / "bare.tensors"):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import polars as pl
+
 from prismcalib.paths import critical_path
 from prismcalib.prediction import path_basis, predict
 
@@ -81,6 +83,7 @@ def find(
         Share(kind, busy + gap, share)
         for kind, busy, gap, share in path.shares("kind")
         .select("kind", "busy_ns", "gap_ns", "share")
+        .filter(pl.col("share") > 0)
         .head(_MOST_SHARES)
         .iter_rows()
     ]
@@ -122,6 +125,11 @@ def _warnings(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield (
             "slices shared cores with each other or with the emulator: times are longer than on "
             "the real machine; losses, memory and the graph are not touched by that"
+        )
+    if unknown := reports["merge"]["unknown_transfers"]:
+        yield (
+            f"{unknown:,} transfers are not known and count as nothing: no slice had their whole "
+            "group. More --devices, or a table of measured times (--comm-table), help"
         )
     if slices["rounds"] and not slices["rounds"][-1]["settled"]:
         yield "durations have not settled: refine more, or repeat slices"

@@ -11,6 +11,8 @@ from prismreplay.emulation.emulating import EmulateOptions, emulate
 from prismreplay.emulation.stages import StageError
 from prismreplay.errors import ProgramError
 
+ALL = ["collect", "comm-bench", "slice", "merge", "run"]
+
 
 class Watching:
     def __init__(self):
@@ -39,6 +41,7 @@ def commands(monkeypatch, tmp_path):
 
     monkeypatch.setattr("prismreplay.emulation.stages._call", call)
     monkeypatch.setattr(emulating, "find", lambda *_: None)
+    monkeypatch.setattr("prismreplay.emulation.transfers.bench_words", lambda *_: ("--nproc", "2"))
     return lines
 
 
@@ -57,11 +60,11 @@ def option(words, name):
     return words[words.index(name) + 1]
 
 
-def test_a_chain_is_four_commands(commands, train):
+def test_a_chain_is_five_commands(commands, train):
     watching = Watching()
     done = emulate(train, Path("work"), EmulateOptions(world_size=16, devices=2), watching)
-    assert names(done, kept=False) == ["collect", "slice", "merge", "run"]
-    assert [entry[:3] for entry in watching.begun][-1] == (4, 4, "run")
+    assert names(done, kept=False) == ALL
+    assert [entry[:3] for entry in watching.begun][-1] == (5, 5, "run")
     assert commands["collect"][:4] == ("prismreplay", "collect", "--world-size", "16")
     assert option(commands["collect"], "--record-tensors") == "all"
     assert option(commands["slice"], "--sandbox-size") == "2"
@@ -77,7 +80,7 @@ def test_a_second_time_nothing_is_run(commands, train):
     commands.clear()
     done = emulate(train, Path("work"), options, Watching())
     assert commands == {}
-    assert names(done, kept=True) == ["collect", "slice", "merge", "run"]
+    assert names(done, kept=True) == ALL
 
 
 @pytest.mark.parametrize(
@@ -87,7 +90,7 @@ def test_a_second_time_nothing_is_run(commands, train):
         ({"sandbox": (1, 2)}, ["run"]),
         ({"comm_table": Path("table.parquet")}, ["merge", "run"]),
         ({"sandbox_size": 4}, ["slice", "merge", "run"]),
-        ({"world_size": 8}, ["collect", "slice", "merge", "run"]),
+        ({"world_size": 8}, ALL),
     ],
     ids=str,
 )
@@ -100,13 +103,21 @@ def test_only_what_depends_on_a_change_is_repeated(commands, train, change, agai
     assert list(commands) == again
 
 
+def test_a_table_of_one_s_own_is_used(commands, train):
+    Path("table.parquet").write_text("")
+    options = EmulateOptions(world_size=16, devices=2, comm_table=Path("table.parquet"))
+    done = emulate(train, Path("work"), options, Watching())
+    assert names(done, kept=False) == ["collect", "slice", "merge", "run"]
+    assert option(commands["merge"], "--comm-table") == "table.parquet"
+
+
 def test_another_program_is_another_job(commands, train):
     options = EmulateOptions(world_size=16, devices=2)
     emulate(train, Path("work"), options, Watching())
     commands.clear()
     Path("train.py").write_text("pass  # changed")
     emulate(train, Path("work"), options, Watching())
-    assert list(commands) == ["collect", "slice", "merge", "run"]
+    assert list(commands) == ALL
 
 
 def test_after_a_failure_it_goes_on(commands, train, monkeypatch):

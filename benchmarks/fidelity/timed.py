@@ -1,0 +1,83 @@
+"""A training script, with a note of when each of its steps ended. The script is not changed.
+
+    timed.py SCRIPT [ARGUMENTS]...
+
+Environment: FIDELITY_TIMES is the folder for `rank-N.json` (times of the ends of optimizer steps
+in ns); FIDELITY_CORES pins ranks to cores, as in `0:4,1:5`; FIDELITY_SLOW makes the layers of a
+rank take longer, as in `5:1.2`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+    register_module_full_backward_pre_hook,
+)
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_SLOWED = "Block"
+
+
+def _of_rank(variable: str, rank: int) -> str | None:
+    pairs = (pair.split(":") for pair in os.environ.get(variable, "").split(",") if pair)
+    return {int(number): value for number, value in pairs}.get(rank)
+
+
+def _slow_down(factor: float) -> None:
+    """Every layer takes `factor` times as long, forward and backward."""
+    begun: dict[tuple[int, str], int] = {}
+
+    def begin(way: str) -> Any:
+        return lambda module, *_: begun.__setitem__((id(module), way), time.perf_counter_ns())
+
+    def end(way: str) -> Any:
+        def spin(module: Any, *_: Any) -> None:
+            if type(module).__name__.endswith(_SLOWED):
+                now = time.perf_counter_ns()
+                until = now + (factor - 1) * (now - begun[id(module), way])
+                while time.perf_counter_ns() < until:
+                    pass
+
+        return spin
+
+    register_module_forward_pre_hook(begin("forward"))
+    register_module_forward_hook(end("forward"))
+    register_module_full_backward_pre_hook(begin("backward"))
+    register_module_full_backward_hook(end("backward"))
+
+
+def main() -> None:
+    """Note, pin, slow down, and run the script."""
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    core = _of_rank("FIDELITY_CORES", rank)
+    if core is not None:
+        os.sched_setaffinity(0, {int(core)})
+    factor = _of_rank("FIDELITY_SLOW", rank)
+    if factor is not None:
+        _slow_down(float(factor))
+    ends: list[int] = []
+    register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter_ns()))
+    script, *arguments = sys.argv[1:]
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+    folder = os.environ.get("FIDELITY_TIMES")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(ends))
+
+
+if __name__ == "__main__":
+    main()
