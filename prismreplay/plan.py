@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -28,10 +28,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import polars as pl
 
-from prismcalib.build import graph_from_trace
-from prismcalib.edits import Draft, Edit
-from prismcalib.graph import Graph
-from prismcalib.predicates import RowPicker
+from prismcalib.edits import Edit
 from prismreplay.boundary import (
     Boundary,
     Place,
@@ -41,13 +38,14 @@ from prismreplay.boundary import (
     compile_boundary,
 )
 from prismreplay.errors import PlanError
+from prismreplay.plan_graph import JobGraph
 from prismtrace.headers import PathLike
 from prismtrace.input_files import require_readable
 from prismtrace.output import atomic_output
 from prismtrace.ranks import format_ranks, parse_ranks
 from prismtrace.reading import reading
 from prismtrace.schema import ProcessGroup, TraceKind
-from prismtrace.trace import Trace, instance_columns
+from prismtrace.trace import Trace
 
 __all__ = ["OpKey", "Plan", "PlannedWorld", "compile_plan"]
 
@@ -221,54 +219,26 @@ def compile_plan(trace: Trace, sandbox: Sequence[int], edits: Sequence[Edit] = (
         raise PlanError(
             f"sandbox ranks {format_ranks(chosen) or 'none'} of a world of {header.world_size}"
         )
-    graph, rows = graph_from_trace(trace)
-    graph = _edited(graph, rows, trace, edits)
-    mine = rows["rank"].is_in(chosen).to_numpy()
-    boundary = compile_boundary(graph, mine)
-    steps = tuple(rows["step"].drop_nulls().unique().sort().to_list())
+    job = JobGraph.of(trace, chosen, edits)
+    boundary = compile_boundary(job.graph, job.mine)
     return Plan(
         world_size=header.world_size,
         sandbox=chosen,
         groups=tuple(group for group in header.groups if set(chosen) & set(group.ranks)),
-        steps=steps,
-        period_ns=_last_step_ns(rows, steps),
+        steps=job.steps,
+        period_ns=job.period_ns,
         boundary=boundary,
-        operations=_operations(graph, rows, boundary, mine),
+        operations=_operations(job, boundary),
     )
 
 
-def _edited(graph: Graph, rows: pl.DataFrame, trace: Trace, edits: Sequence[Edit]) -> Graph:
-    if not edits:
-        return graph
-    draft = Draft.of(RowPicker(rows, trace.header), graph)
-    for edit in edits:
-        edit.apply(draft)
-    return replace(draft.graph, duration_ns=draft.duration_ns)
-
-
-def _last_step_ns(rows: pl.DataFrame, steps: Sequence[int]) -> int:
-    """From the end of the step before the last one to its own end."""
-    if not steps:
-        return 0
-    ends = (
-        rows.select("step", end=pl.col("start_ns") + pl.col("dur_ns"))
-        .drop_nulls()
-        .group_by("step")
-        .agg(pl.col("end").max())
-        .sort("step")["end"]
-    )
-    before = ends[-2] if len(ends) > 1 else rows["start_ns"].min()
-    return max(0, int(ends[-1]) - int(before))  # type: ignore[arg-type]
-
-
-def _operations(
-    graph: Graph, rows: pl.DataFrame, boundary: Boundary, mine: np.ndarray[Any, np.dtype[np.bool_]]
-) -> pl.DataFrame:
+def _operations(job: JobGraph, boundary: Boundary) -> pl.DataFrame:
     """One row per vertex and sandbox rank; see `Plan.operations`."""
+    graph = job.graph
     vertex_of = np.full(max(graph.instances, 1), -1, np.int32)
     for instance, vertex in boundary.vertex_of_instance.items():
         vertex_of[instance] = vertex
-    members = np.flatnonzero(mine & (graph.instance >= 0))
+    members = np.flatnonzero(job.mine & (graph.instance >= 0))
     members = members[vertex_of[graph.instance[members]] >= 0]
     events = boundary.vertex_of_event
     event_rows = np.array([graph.original(event) for event in events], np.int64)
@@ -283,16 +253,12 @@ def _operations(
         ]
     )
     return (
-        rows[found]
+        job.sandbox_rows(found)
         .select(
             pl.Series("vertex", vertices, pl.Int32),
-            "rank",
-            *instance_columns(),
-            pl.col("kind").cast(pl.String),
-            "step",
+            *("rank", "group", "seq", "src_rank", "dst_rank", "kind", "step"),
             pl.Series("arrival", arrival, pl.Boolean),
-            pl.col("transfer_ns").fill_null(pl.col("dur_ns")),
-            pl.col("transfer_source").cast(pl.String),
+            *("transfer_ns", "transfer_source"),
         )
         .cast({"src_rank": pl.Int32, "dst_rank": pl.Int32})
         .sort("vertex", "rank")
