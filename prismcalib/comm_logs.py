@@ -24,9 +24,10 @@ import polars as pl
 
 from prismcalib.errors import CommLogError
 from prismtrace.errors import InputFileError
+from prismtrace.output import atomic_output
 from prismtrace.schema import DType, Kind
 
-__all__ = ["SCHEMA", "Assumed", "Reading", "read_comm_log"]
+__all__ = ["SCHEMA", "Assumed", "Reading", "read_comm_log", "write_comm_samples"]
 
 SCHEMA = {
     "kind": pl.String,
@@ -145,6 +146,20 @@ def read_comm_log(path: str | os.PathLike[str], *, assumed: Assumed | None = Non
             f"JSON by -J), or a CSV with the columns {', '.join(_CSV_COLUMNS)}",
         )
     return Reading(file, pl.DataFrame(rows, schema=SCHEMA), dict(skipped))
+
+
+def write_comm_samples(path: str | os.PathLike[str], samples: pl.DataFrame) -> None:
+    """Write measurements as a CSV that `read_comm_log` reads.
+
+    Args:
+        path: file to write.
+        samples: columns of `SCHEMA`.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    with atomic_output(path) as temporary:
+        samples.select(list(SCHEMA)).write_csv(temporary)
 
 
 # --- text of nccl-tests -----------------------------------------------------------------

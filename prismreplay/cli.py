@@ -7,6 +7,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from prismreplay.commands_collect import collect
+from prismreplay.commands_comm_bench import comm_bench
+from prismreplay.commands_emulate import emulate
 from prismreplay.commands_record import record
 from prismreplay.commands_run import run
 from prismreplay.commands_slice import slice_
@@ -22,8 +24,10 @@ app = console.new_app(
 # What comes after the program's name is the program's own, also without two dashes.
 app.command(context_settings={"allow_interspersed_args": False})(collect)
 app.command(context_settings={"allow_interspersed_args": False})(record)
+app.command(context_settings={"allow_interspersed_args": False})(emulate)
 app.command("slice")(slice_)
 app.command()(run)
+app.command("comm-bench")(comm_bench)
 
 
 @app.command()

@@ -11,6 +11,7 @@ ReplayError                  a run on this machine cannot start or went wrong
 ├── TensorRecordingError     recorded tensors are damaged, missing, or of another job
 ├── MockRouterError          shares of experts are impossible, or do not fit the routers
 ├── FoldError                replicas cannot stand for each other
+├── CommBenchError           communications cannot be measured here
 └── SliceError               slices of other jobs in the way, or a graph that cannot be sliced
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 from prismtrace.errors import PrismError
 
 __all__ = [
+    "CommBenchError",
     "DeadlockError",
     "FoldError",
     "HandoverError",
@@ -139,3 +141,9 @@ class SliceError(ReplayError):
     """A graph cannot be sliced, or files in the way are no slices of this job."""
 
     code = "slice"
+
+
+class CommBenchError(ReplayError):
+    """Communications cannot be measured with what is here."""
+
+    code = "comm-bench"

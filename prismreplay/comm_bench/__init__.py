@@ -1,0 +1,1 @@
+"""How long communications take on the real backend, for groups that no slice runs as a whole."""

@@ -1,0 +1,85 @@
+"""Measured tables are what `prismcalib` reads. Two real processes over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import prismreplay
+from prismcalib.comm_table import CommTable, Operation, read_comm_logs
+from prismreplay.cli import app
+
+pytest.importorskip("torch")
+
+FEW = ["--sizes", "1K,8K", "--rounds", "2"]
+
+
+def test_a_table_of_two_ranks(tmp_path):
+    path = tmp_path / "table.parquet"
+    kinds = "all_reduce,all_gather,reduce_scatter,all_to_all,broadcast,reduce,gather,scatter,send"
+    answer = CliRunner().invoke(
+        app, ["comm-bench", "--kinds", kinds, *FEW, "-o", str(path), "--json"]
+    )
+    assert answer.exit_code == 0, answer.output
+    report = json.loads(answer.stdout)
+    assert (report["ranks"], report["hosts"], report["skipped"]) == (2, 1, {})
+
+    table = CommTable.open(path)
+    assert table.sources == ("comm-bench over gloo, 2 ranks on 1 host",)
+    assert set(table.times["kind"]) == set(kinds.split(","))
+    assert table.times["samples"].to_list() == [2] * 18
+    for kind in kinds.split(","):
+        found = table.estimate(Operation(kind, "float32", 2, 1, 4096))
+        assert found is not None
+        assert found.time_ns > 0
+        assert not found.extrapolated
+    # Nothing of the ranks is left.
+    assert [each.name for each in tmp_path.iterdir()] == ["table.parquet"]
+
+
+@pytest.mark.slow
+def test_samples_of_a_launchers_ranks(tmp_path):
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "prismreplay.cli"]
+    words += ["comm-bench", "--kinds", "all_reduce", *FEW, "-o", "samples.csv"]
+    answer = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(prismreplay.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    # Rank 0 alone says something.
+    assert answer.stdout.count("next: prismcalib comm-table") == 1
+    table = read_comm_logs([tmp_path / "samples.csv"])
+    assert table.times["bytes"].to_list() == [1024, 8192]
+    assert table.times["samples"].to_list() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--kinds", "barrier"], "'barrier' is none of"),
+        (["--sizes", "x"], "no size such as"),
+        (["--group-sizes", "1"], "no numbers of members"),
+        (["--dtype", "float"], "'float' is none of"),
+        (["--backend", "mpi"], "'mpi' is none of"),
+    ],
+)
+def test_what_cannot_be_asked_for(words, said, tmp_path):
+    answer = CliRunner().invoke(app, ["comm-bench", *words, "-o", str(tmp_path / "t.parquet")])
+    assert answer.exit_code == 2
+    assert said in " ".join(answer.output.split())
+
+
+def test_groups_larger_than_the_world(tmp_path):
+    words = ["--nproc", "2", "--group-sizes", "3", *FEW, "-o", str(tmp_path / "t.parquet")]
+    answer = CliRunner().invoke(app, ["comm-bench", *words])
+    assert "a group of 3 cannot be made of 2 ranks" in str(answer.exception)
