@@ -218,15 +218,13 @@ class CollectRole:
             writer.put_tensor(tensor)
         parcel = writer.finish()
         with self._lock:
-            ticket = 0
-            if op.call is not op.call.SEND or self._is_far_ahead(parcel.nbytes):
-                self._tickets += 1
-                ticket = self._tickets
-            self._connection.tell(
-                ("submit", ticket, pack_op(op, self._step()), parcel.data), parcel.file
-            )
+            waits = op.call is not op.call.SEND or self._is_far_ahead(parcel.nbytes)
+            self._tickets += 1
+            ticket = self._tickets
+            packed = pack_op(op, self._step())
+            self._connection.tell(("submit", ticket, packed, parcel.data, waits), parcel.file)
         parcel.close()
-        return CollectPending(self._connection, ticket, outputs) if ticket else _Done()
+        return CollectPending(self._connection, ticket, outputs) if waits else _Done()
 
     def _is_far_ahead(self, nbytes: int) -> bool:
         """Whether so much was sent that the program should wait until this is received.

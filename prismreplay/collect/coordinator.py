@@ -116,6 +116,7 @@ class Coordinator:
         """Ranks that have ended, with their exit codes."""
         self._performer = performer
         self._watch: Callable[[int, Op, Any], None] | None = None
+        self._watch_store: Callable[[int, str, tuple[Any, ...]], None] | None = None
         self._stands_for = dict(stands_for or {})
         self._matcher = Matcher(self._stands_for)
         self._store = KeyValueStore()
@@ -133,6 +134,10 @@ class Coordinator:
         """Call `see` with each operation and its inputs, when it arrives."""
         self._watch = see
 
+    def watch_store(self, see: Callable[[int, str, tuple[Any, ...]], None]) -> None:
+        """Call `see` with each operation of the key-value store that was done."""
+        self._watch_store = see
+
     # --- what ranks say ---------------------------------------------------------------
 
     def begin(self, rank: int) -> None:
@@ -148,8 +153,8 @@ class Coordinator:
         """The groups of `rank`, by key."""
         return self._ranks[rank].groups
 
-    def submit(self, rank: int, ticket: int, op: Op, inputs: Any) -> None:
-        """`rank` started an operation; nobody ever waits for one whose ticket is 0.
+    def submit(self, rank: int, ticket: int, op: Op, inputs: Any, *, waits: bool = True) -> None:
+        """`rank` started an operation, and will wait for it or not.
 
         Raises:
             MismatchError: it does not fit what another member did.
@@ -160,13 +165,14 @@ class Coordinator:
         if own is not None:
             self.counts.supplied += 1
             request = self._matcher.alone(rank, ticket, op, inputs)
-            if op.call is not Call.SEND:
+            if waits:
                 self._ranks[rank].requests[ticket] = request
             self.program.issued(rank, request.instance.number, (rank,))
             self._finish(request, own)
             return
         request, complete = self._matcher.arrive(rank, ticket, op, inputs)
-        if ticket:
+        request.waits = waits
+        if waits:
             self._ranks[rank].requests[ticket] = request
         self.program.issued(rank, request.instance.number, request.instance.ranks)
         if complete:
@@ -308,7 +314,7 @@ class Coordinator:
             self.program.members[last.instance.number] = last.instance.ranks
             sent = send.inputs
             self._finish(receive, (sent, [(0, sent.nbytes)]))
-            if send.ticket:
+            if send.waits:
                 self._finish(send, (None, []))
             return
         self.counts.collectives += 1
@@ -385,6 +391,8 @@ class Coordinator:
         except StoreFailure as failure:
             return Sent(question.rank, ("refused", question.number, str(failure)))
         self._note_store(question.rank, op, args)
+        if self._watch_store is not None:
+            self._watch_store(question.rank, op, args)
         return Sent(question.rank, ("value", question.number, value))
 
     def _note_store(self, rank: int, op: str, args: tuple[Any, ...]) -> None:

@@ -37,6 +37,8 @@ class Request:
     op: Op
     inputs: Any
     instance: Instance
+    waits: bool = True
+    """Whether the rank will ask for the result."""
     done: bool = False
     source: int | None = None
     """For a receive: who sent."""
@@ -138,7 +140,7 @@ class Matcher:
         waiting = self._receives[pair]
         # Of the receives that this message may answer, the one that was posted first.
         heads = [queue for queue in (waiting, anyone) if queue]
-        queue = min(heads, key=lambda queue: queue[0].ticket, default=None)
+        queue = min(heads, key=lambda queue: queue[0].instance.number, default=None)
         if queue is None:
             instance = self._new((rank, pair[2]))
             request = Request(rank, ticket, op, inputs, instance)

@@ -8,7 +8,7 @@ name           fields                                           answered by
 =============  ===============================================  =====================
 join           key, name, ranks, place, backend, generation,    -
                desc
-submit         ticket, packed operation, bytes or None          -
+submit         ticket, packed operation, bytes or None, waits   -
 wait           request, ticket, helpers                         result
 poll           request, ticket, helpers                         polled
 store          request, operation, arguments, site, helpers     value or refused
@@ -16,9 +16,9 @@ failed         code, message, where, hint, traceback            -
 =============  ===============================================  =====================
 
 From the coordinator come `go` (begin), the answers above with their request first, and `stop`
-(end now, nobody needs you any more). `ticket` numbers the operations of a rank (0: a send that
-nobody waits for), `request` its questions; `helpers` says how many other threads of the rank may
-still communicate.
+(end now, nobody needs you any more). `ticket` numbers the operations of a rank, `request` its
+questions; `waits` is false for a send that nobody will wait for; `helpers` says how many other
+threads of the rank may still communicate.
 
 Both ends are processes of one run, forked from one another, so pickle is safe between them.
 """

@@ -131,10 +131,10 @@ class Service:
         to = self._coordinator
         name = message[0]
         if name == "submit":
-            _, ticket, packed, data = message
+            _, ticket, packed, data, waits = message
             op = unpack_op(packed, to.groups_of(rank))
             nbytes = sum(spec.nbytes for spec in op.inputs)
-            to.submit(rank, ticket, op, Parcel(data, file, nbytes))
+            to.submit(rank, ticket, op, Parcel(data, file, nbytes), waits=waits)
         elif name == "wait":
             to.wait(rank, *message[1:])
         elif name == "poll":

@@ -103,7 +103,7 @@ class Rank:
         outputs = [] if call is Call.SEND else [ONE]
         op = op_of(call, self.size, self.rank, inputs, outputs, seq=seq, group=self.group,
                    site=f"job.py:{self._ticket}", **more)  # fmt: skip
-        self._to.submit(self.rank, self._ticket if tracked else 0, op, Parcel(value))
+        self._to.submit(self.rank, self._ticket, op, Parcel(value), waits=tracked)
         return self._ticket
 
     def all_reduce(self, value: int) -> int:
