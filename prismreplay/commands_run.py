@@ -240,6 +240,10 @@ def _print(report: RunReport) -> None:
     peak = max((one.peak_resident_bytes for one in report.ranks), default=0)
     rows += [
         ("memory", f"{peak / 1e6:,.0f} MB resident at most on a rank"),
+        (
+            "read ahead",
+            f"{report.prefetched.hits:,} contributions in time, {report.prefetched.misses:,} not",
+        ),
         ("time", f"{report.wall_s:.1f} s, {report.start_s:.1f} s of it to start"),
         ("logs", report.log_dir),
     ]

@@ -306,6 +306,7 @@ class _Run:
         self._recording = choices.make_recording(target, world, about)
         if self._recording is not None:
             self.coordinator.watch(self._recording.see)
+            self.coordinator.watch_store(self._recording.see_store)
 
     def _finish_tensors(self) -> None:
         if self._folding is not None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prismreplay.collect.coordinator import Coordinator, Performer, Question, Sent
 from prismreplay.collect.handover import Parcel
+from prismreplay.collect.key_value import NotYet, StoreFailure
 from prismreplay.collect.matching import Request
 from prismreplay.errors import DeadlockError
 from prismreplay.plan import PlannedWorld
@@ -21,11 +23,13 @@ from prismreplay.run.following import GraphFollower, Placed
 from prismreplay.run.timekeeping import Entry, Released, Timekeeper
 from prismreplay.run.virtual_members import VirtualMembers
 from prismreplay.runtime.operations import Call, Op
+from prismreplay.tensors.store_log import StoreReplay
 from prismtrace.ranks import format_ranks
 
 __all__ = ["GroupUse", "HybridCoordinator", "World"]
 
 _P2P = (Call.SEND, Call.RECV)
+_BARRIER = "store_based_barrier_key"
 
 
 @dataclass
@@ -37,6 +41,7 @@ class World:
         members: what virtual ranks contribute.
         keeper: when operations end.
         planned: when virtual ranks arrive; None: they are always there.
+        store: what virtual ranks did with the key-value store; None: nobody knows.
         check: called with each operation of a sandbox rank, its place, and its inputs.
     """
 
@@ -44,6 +49,7 @@ class World:
     members: VirtualMembers
     keeper: Timekeeper
     planned: PlannedWorld | None = None
+    store: StoreReplay | None = None
     check: Callable[[int, Op, Placed, Parcel], None] | None = None
 
 
@@ -91,6 +97,7 @@ class HybridCoordinator(Coordinator):
         super().__init__(sandbox, len(self.sandbox), performer, stands_for=absent)
         self.uses: dict[str, GroupUse] = {}
         self._open: dict[tuple[int, int], _Open] = {}
+        self._barriers: set[str] = set()
         self._ends: dict[tuple[int, int], Released] = {}
         self._world: World
 
@@ -125,6 +132,20 @@ class HybridCoordinator(Coordinator):
         """
         self._note_use(op, self._world.followers[rank].place(op)).real_operations += 1
 
+    def ask_store(
+        self,
+        rank: int,
+        number: int,
+        op: str,
+        args: tuple[Any, ...],
+        site: str = "",
+        helpers: int = 0,
+    ) -> None:
+        """A sandbox rank uses the store; virtual ranks have done before what they did then."""
+        if self._play_store(rank, op, args):
+            self._retry_store()
+        super().ask_store(rank, number, op, args, site, helpers)
+
     def deadlock(self) -> DeadlockError:
         """What to say when it is stuck."""
         found = super().deadlock()
@@ -135,7 +156,28 @@ class HybridCoordinator(Coordinator):
                 f"\nranks {format_ranks(ranks)} wait for virtual ranks that, in the plan, wait for "
                 "operations that no sandbox rank has issued"
             )
+        if self._store_waits and self._world.store is None:
+            found.report += (
+                "\nvirtual ranks set keys of the store only as they were recorded to: "
+                "collect --record-tensors"
+            )
         return found
+
+    def _play_store(self, rank: int, op: str, args: tuple[Any, ...]) -> bool:
+        replay = self._world.store
+        if replay is not None:
+            entries = [(one.operation, one.arguments) for one in replay.before(rank, op, args)]
+        elif op == "add" and _BARRIER in str(args[0]) and args[0] not in self._barriers:
+            # All that torch itself counts in the store: members of the world at a barrier.
+            self._barriers.add(args[0])
+            entries = [("add", (args[0], len(self._virtual)))]
+        else:
+            return False
+        for operation, arguments in entries:
+            # What cannot be done again has no effect that a sandbox rank could miss.
+            with suppress(NotYet, StoreFailure):
+                self._store.perform(operation, arguments)
+        return bool(entries)
 
     # --- data -------------------------------------------------------------------------
 
@@ -158,20 +200,21 @@ class HybridCoordinator(Coordinator):
             self.counts.messages += 1
             self._answer_alone(rank, ticket, op, self._world.members.message(rank, seen))
             return
+        sends = op.call is Call.SEND
         request, complete = self._matcher.arrive(rank, ticket, op, inputs)
-        if op.call is not Call.SEND:
-            self._await(request, placed.data_seq)
+        if not sends:
+            self._await(request, ticket, placed.data_seq)
         if complete:
             self._complete(request)
 
-    def _await(self, request: Request, data_seq: int) -> None:
-        self._ranks[request.rank].requests[request.ticket] = request
-        self._open[request.rank, request.ticket] = _Open(request, data_seq)
+    def _await(self, request: Request, ticket: int, data_seq: int) -> None:
+        self._ranks[request.rank].requests[ticket] = request
+        self._open[request.rank, ticket] = _Open(request, data_seq)
 
     def _answer_alone(self, rank: int, ticket: int, op: Op, result: Any) -> None:
         request = self._matcher.alone(rank, ticket, op, None)
         request.source = op.peer
-        self._await(request, 0)
+        self._await(request, ticket, 0)
         self._finish(request, result)
 
     def _complete(self, last: Request) -> None:
@@ -193,7 +236,9 @@ class HybridCoordinator(Coordinator):
 
     def _finish(self, request: Request, result: tuple[Any, Sequence[Any]]) -> None:
         """The outputs are known; the rank gets them once it is known when the operation ends."""
-        waiting = self._open[request.rank, request.ticket]
+        waiting = self._open.get((request.rank, request.ticket))
+        if waiting is None or waiting.request is not request:
+            return  # a send that has been answered
         waiting.result = result
         self._settle(waiting)
 

@@ -14,6 +14,7 @@ import polars as pl
 from prismcalib.step_times import step_durations, typical_ns
 from prismreplay.run.hybrid import GroupUse
 from prismreplay.run.running import RunOutcome
+from prismreplay.tensors.prefetching import PrefetchReport
 from prismtrace.trace import Trace, open_trace
 
 __all__ = ["Comparison", "GroupResult", "RankResult", "RunReport", "StepResult", "report_of"]
@@ -133,6 +134,7 @@ class RunReport:
     missing_operations: int
     resized_operations: int
     supplied: int
+    prefetched: PrefetchReport
     nodes: int
     start_s: float
     wall_s: float
@@ -201,6 +203,7 @@ def report_of(
         missing_operations=sum(one.missing for one in followers),
         resized_operations=sum(one.resized for one in followers),
         supplied=outcome.coordinator.counts.supplied,
+        prefetched=outcome.prefetched,
         nodes=outcome.made.nodes,
         start_s=outcome.start_s,
         wall_s=outcome.wall_s,

@@ -211,8 +211,8 @@ class _RealPending:
         )
         self._work = call()
         if op.call not in (Call.SEND, Call.RECV):
-            # Some of gloo's have no future, such as coalesced reduce-scatters.
-            with suppress(RuntimeError):
+            # Some have no future: coalesced reduce-scatters of gloo, monitored barriers.
+            with suppress(RuntimeError, AttributeError):
                 self._work.get_future().add_done_callback(self._note_end)
 
     def wait(self) -> None:

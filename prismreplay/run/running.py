@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,9 @@ from prismreplay.run.timekeeping import Entry, Timekeeper
 from prismreplay.run.virtual_members import VirtualMembers
 from prismreplay.runtime.operations import Op
 from prismreplay.tensors.choices import TensorChoices
+from prismreplay.tensors.prefetching import PrefetchReport
 from prismreplay.tensors.recorded import RecordedTensors
+from prismreplay.tensors.store_log import StoreReplay, read_store_log
 from prismtrace.output import writable_target
 from prismtrace.ranks import format_ranks
 from prismtrace.recorder import AssembleReport, SpanWriter, assemble
@@ -70,6 +72,7 @@ class RunOptions:
         check: compare all inputs of sandbox ranks with this recording; not for timing.
         slice: which slice this is; None: a run.
         real_groups: have torch's backend perform what sandbox ranks do among themselves.
+        prefetch_bytes: of recorded tensors that are read ahead of their use.
         spins: named pieces of sandbox ranks' programs that count as faster or slower.
     """
 
@@ -84,6 +87,7 @@ class RunOptions:
     slice: SliceInfo | None = None
     real_groups: bool = True
     spins: tuple[Spin, ...] = ()
+    prefetch_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class RunOutcome:
     marks: tuple[StepMark, ...]
     summaries: dict[int, RankSummary]
     origin_ns: int
+    prefetched: PrefetchReport
     start_s: float
     wall_s: float
     cleaned: stale.Cleaned
@@ -167,6 +172,7 @@ def run_sandbox(
         marks=tuple(run.hub.marks),
         summaries=run.hub.summaries,
         origin_ns=run.origin_ns,
+        prefetched=run.prefetched,
         start_s=run.started - begun,
         wall_s=time.monotonic() - begun,
         cleaned=cleaned,
@@ -197,6 +203,7 @@ class _Run:
         self.origin_ns = 0
         self.coordinator: HybridCoordinator
         self.world: World
+        self.prefetched = PrefetchReport()
         self.hub: Hub
         self._job = job
         self._graph = graph
@@ -243,18 +250,23 @@ class _Run:
                 store = self._serve_store()
                 members = self._members()
                 followers = followers_of(self._graph, self._options.sandbox)
+                members.read_ahead(self._graph, self._options.sandbox, self._options.prefetch_bytes)
+                planned = None if said.plan is None else PlannedWorld(said.plan)
+                store_log = self._store_log(members)
                 self.started = time.monotonic()
                 self.origin_ns = self.hub.begin_at()
-                planned = None if said.plan is None else PlannedWorld(said.plan)
                 self.world = World(
                     followers=followers,
                     members=members,
                     keeper=Timekeeper(planned, self.origin_ns, said.transfer_ns),
                     planned=planned,
+                    store=store_log,
                     check=self._check if self._options.check is not None else None,
                 )
                 self.coordinator.begin_in(self.world)
-                self.hub.run()
+                with _switching_often():
+                    self.hub.run()
+                self.prefetched = members.close()
                 del store
         except BaseException:
             with uninterrupted():
@@ -273,6 +285,12 @@ class _Run:
     def _members(self) -> VirtualMembers:
         sources = self._options.tensors.make_sources(self._job.world_size)
         return VirtualMembers(sources, self._job.place)
+
+    def _store_log(self, members: VirtualMembers) -> StoreReplay | None:
+        if not members.recordings:
+            return None
+        entries = read_store_log(members.recordings[0].recorded.folder)
+        return StoreReplay(entries, self._options.sandbox)
 
     def _check(self, rank: int, op: Op, placed: Placed, inputs: Parcel) -> None:
         """Compare what a sandbox rank contributes with what it contributed when recorded."""
@@ -334,6 +352,17 @@ class _Run:
                 f"the {len(made.steps)} steps that all sandbox ranks finished are in {target}",
                 file=sys.stderr,
             )
+
+
+@contextmanager
+def _switching_often() -> Iterator[None]:
+    """Let the thread that reads ahead keep the one that answers ranks waiting for less."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(0.0002)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
 
 
 # --- in a rank -----------------------------------------------------------------------------

@@ -10,8 +10,11 @@ from prismreplay.collect.handover import Parcel, ParcelWriter, Place, Span
 from prismreplay.collect.matching import Instance, Request
 from prismreplay.collect.supplying import Supplier
 from prismreplay.errors import TensorRulesError
+from prismreplay.run.needs import needed
 from prismreplay.runtime.operations import Call, Op
 from prismreplay.tensors.by_recording import RecordingSupplier
+from prismreplay.tensors.prefetching import Prefetcher, PrefetchReport
+from prismtrace.trace import Trace
 
 __all__ = ["Source", "VirtualMembers"]
 
@@ -39,6 +42,31 @@ class VirtualMembers:
     def __init__(self, sources: Sequence[Source], place: Place) -> None:
         self._sources = tuple(sources)
         self._place = place
+        self._prefetchers: list[Prefetcher] = []
+
+    @property
+    def recordings(self) -> list[RecordingSupplier]:
+        """Those among the sources."""
+        return [one for one in self._sources if isinstance(one, RecordingSupplier)]
+
+    def read_ahead(self, graph: Trace, sandbox: Sequence[int], most_bytes: int) -> None:
+        """Begin to read what the operations of sandbox ranks need, in the graph's order."""
+        for recording in self.recordings:
+            order = needed(graph, sandbox, recording)
+            recording.ahead = Prefetcher(recording.load, order, most_bytes)
+            self._prefetchers.append(recording.ahead)
+            recording.ahead.start()
+
+    def close(self) -> PrefetchReport:
+        """Read no more; says how it went."""
+        reports = [one.stop() for one in self._prefetchers]
+        return PrefetchReport(
+            hits=sum(one.hits for one in reports),
+            misses=sum(one.misses for one in reports),
+            evicted=sum(one.evicted for one in reports),
+            read_bytes=sum(one.read_bytes for one in reports),
+            peak_bytes=sum(one.peak_bytes for one in reports),
+        )
 
     def supplied(self, rank: int, op: Op, inputs: Parcel) -> Result | None:
         """What rules give a rank, if one does before a recording knows the operation.
@@ -79,10 +107,8 @@ class VirtualMembers:
             TensorRulesError: nothing says what.
             TensorRecordingError: the recording does not fit.
         """
-        tensors = self._recording(op).received(rank, op)
-        writer = ParcelWriter(self._place)
-        spans = [writer.put_tensor(one) for one in tensors]
-        return writer.finish(), spans
+        parcel = self._recording(op).sent(rank, op)
+        return parcel, [Span(0, parcel.nbytes)]
 
     def _recording(self, op: Op) -> RecordingSupplier:
         for source in self._sources:

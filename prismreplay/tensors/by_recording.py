@@ -10,9 +10,11 @@ from prismreplay.collect.executor import Executor
 from prismreplay.collect.handover import Parcel, ParcelWriter, Place, torch_dtype
 from prismreplay.collect.matching import Instance, Request
 from prismreplay.errors import TensorRecordingError
-from prismreplay.runtime.operations import Call, Op
+from prismreplay.runtime.operations import Call, Op, TensorSpec
 from prismreplay.tensors.choices import RecordTensors
+from prismreplay.tensors.prefetching import Contribution, Prefetcher, Wanted
 from prismreplay.tensors.recorded import RecordedTensor, RecordedTensors
+from prismtrace.schema import DType
 
 __all__ = ["RecordingSupplier"]
 
@@ -32,6 +34,8 @@ class RecordingSupplier:
 
     def __init__(self, recorded: RecordedTensors, place: Place | None = None) -> None:
         self.recorded = recorded
+        self.ahead: Prefetcher | None = None
+        """Reads ahead, if somebody has it do so."""
         self._place = place or Place()
         self._executor = Executor(self._place)
         self._all = recorded.manifest.get("choice") == RecordTensors.ALL
@@ -46,7 +50,7 @@ class RecordingSupplier:
         if op.call in (Call.SEND, Call.BARRIER):
             return []
         if op.call is Call.RECV:
-            return self.received(rank, op)
+            return self.sent(rank, op).tensors(op.outputs)
         members = [self._request(member, rank, op, inputs) for member in op.group.ranks]
         instance = Instance(0, op.group.ranks, dict(zip(op.group.ranks, members, strict=True)))
         for member in members:
@@ -65,23 +69,6 @@ class RecordingSupplier:
             ends = {op.peer, op.group.global_rank}
             return not self.recorded.sandbox.isdisjoint(ends)
         return not self.recorded.sandbox.isdisjoint(op.group.ranks)
-
-    def received(self, rank: int, op: Op) -> list[Tensor]:
-        """What the sender of a receive sent.
-
-        Raises:
-            TensorRecordingError: it is not recorded, or does not fit.
-        """
-        group, sender = op.group.key, op.peer
-        if sender is None or op.seq is None:
-            raise AssertionError("a receive from anyone is not supplied")
-        found = self.recorded.sent_entries(group, sender, rank, op.seq)
-        if [entry.spec.nbytes for entry in found] != [spec.nbytes for spec in op.outputs]:
-            raise self._unlike(rank, op, sender, found)
-        return [
-            self.recorded.read(entry).reshape(spec.shape)
-            for entry, spec in zip(found, op.outputs, strict=True)
-        ]
 
     def _request(self, member: int, rank: int, op: Op, inputs: Sequence[Tensor]) -> Request:
         """What a member of the operation contributes, as the executor wants it."""
@@ -105,14 +92,47 @@ class RecordingSupplier:
         instance = Instance(0, ())
         if op.call is Call.BARRIER or (op.call in _ROOT_GIVES and member != op.root):
             return Request(member, 0, replace(own, inputs=()), Parcel(b"", None, 0), instance)
-        found = self.recorded.entries(member, op.group.key, op.seq or 0)
+        found, parcel = self._given(Wanted(member, op.group.key, op.seq or 0))
         if found[0].call is not op.call:
             raise self._unlike(rank, op, member, found)
-        tensors = [self.recorded.read(entry) for entry in found]
         specs = tuple(entry.spec for entry in found)
-        own = replace(own, inputs=specs, input_splits=found[0].splits)
         self._require_fit(rank, op, member, found)
-        return Request(member, 0, own, _parcel(tensors, self._place), instance)
+        padded = _padded_spec(op, op.group.ranks.index(member), specs)
+        if padded is not None:
+            parcel, specs = _repacked(parcel, padded, self._place), (padded,)
+        own = replace(own, inputs=specs, input_splits=found[0].splits)
+        return Request(member, 0, own, parcel, instance)
+
+    def sent(self, rank: int, op: Op) -> Parcel:
+        """What the sender of a receive sent, as bytes.
+
+        Raises:
+            TensorRecordingError: it is not recorded, or does not fit.
+        """
+        sender = op.peer
+        if sender is None or op.seq is None:
+            raise AssertionError("a receive from anyone is not supplied")
+        found, parcel = self._given(Wanted(sender, op.group.key, op.seq, rank))
+        if [entry.spec.nbytes for entry in found] != [spec.nbytes for spec in op.outputs]:
+            raise self._unlike(rank, op, sender, found)
+        return parcel
+
+    def load(self, wanted: Wanted) -> Contribution:
+        """Read a contribution.
+
+        Raises:
+            TensorRecordingError: it is not recorded, or damaged.
+        """
+        rank, group, seq, receiver = wanted
+        if receiver is None:
+            found = self.recorded.entries(rank, group, seq)
+        else:
+            found = self.recorded.sent_entries(group, rank, receiver, seq)
+        parcel = _parcel([self.recorded.read(entry) for entry in found], self._place)
+        return Contribution(found, parcel)
+
+    def _given(self, wanted: Wanted) -> Contribution:
+        return self.load(wanted) if self.ahead is None else self.ahead.take(wanted)
 
     def _require_fit(self, rank: int, op: Op, member: int, found: Sequence[RecordedTensor]) -> None:
         """Refuse what the executor could not combine with the rank's own inputs."""
@@ -143,6 +163,31 @@ class RecordingSupplier:
             + (f" at {op.site}" if op.site else ""),
             hint="the recording is of another program, version or setting: record it again",
         )
+
+
+def _padded_spec(op: Op, place: int, specs: Sequence[TensorSpec]) -> TensorSpec | None:
+    """What a member's bytes have to be padded to, or None.
+
+    Pickled objects are gathered as bytes, padded to the largest; which that is may change with
+    what the sandbox ranks' objects hold.
+    """
+    if len(specs) != 1 or specs[0].dtype is not DType.UINT8 or not op.inputs:
+        return None
+    if op.call is Call.ALL_GATHER and op.outputs:
+        wanted = op.outputs[place]
+    elif op.call in (Call.ALL_GATHER_SINGLE, Call.GATHER):
+        wanted = op.inputs[0]
+    else:
+        return None
+    return None if wanted.elements == specs[0].elements else wanted
+
+
+def _repacked(parcel: Parcel, spec: TensorSpec, place: Place) -> Parcel:
+    data = bytearray(parcel.nbytes)
+    parcel.read_into(memoryview(data), 0)
+    writer = ParcelWriter(place)
+    writer.put(bytes(data[: spec.nbytes]).ljust(spec.nbytes, b"\0"))
+    return writer.finish()
 
 
 def _parcel(tensors: Sequence[Tensor], place: Place) -> Parcel:

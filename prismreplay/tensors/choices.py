@@ -182,6 +182,10 @@ class Recording:
         if self.recorder.wants(rank, op):
             self.recorder.record(rank, op, inputs.tensors(op.inputs))
 
+    def see_store(self, rank: int, operation: str, arguments: tuple[Any, ...]) -> None:
+        """Record an operation of the key-value store."""
+        self.recorder.record_store(rank, operation, arguments)
+
     def close(self, *, complete: bool) -> RecordingSummary | None:
         """The program is over, or was interrupted."""
         return self.recorder.close() if complete else self.recorder.close_interrupted()

@@ -5,6 +5,7 @@ A recording is a folder:
     manifest.json                  what job it is, which operations are in it, whether it is whole
     index-00000.parquet            one row per input tensor: whose, of which operation, where it is
     shard-00000.safetensors        the tensors, each under the SHA-256 of its contents
+    store.jsonl                    what ranks did with the job's key-value store, if they did
 
 Equal tensors are stored once: identical replicas cost one row each. A shard and the index of
 what was recorded meanwhile appear together, whole, so an interrupted recording can be read up to
@@ -29,6 +30,7 @@ from prismreplay.collect.handover import bytes_of
 from prismreplay.runtime.operations import Call, Op, TensorSpec
 from prismreplay.tensors.choices import RecordTensors
 from prismreplay.tensors.shards import ShardWriter
+from prismreplay.tensors.store_log import StoreEntry, write_store_log
 from prismtrace.errors import OutputError
 from prismtrace.output import atomic_output, output_error, temporary_prefix
 from prismtrace.ranks import format_ranks
@@ -133,6 +135,7 @@ class TensorRecorder:
         self._rows: list[tuple[Any, ...]] = []
         self._known: dict[bytes, int] = {}
         self._groups: dict[str, str] = {}
+        self._store_log: list[StoreEntry] = []
         self._counts = {"operations": 0, "tensors": 0, "nbytes": 0, "stored_bytes": 0}
         self._about = {
             "format": FORMAT,
@@ -186,6 +189,10 @@ class TensorRecorder:
         if full or len(self._rows) >= _MOST_ROWS:
             self._finish_part()
 
+    def record_store(self, rank: int, operation: str, arguments: tuple[Any, ...]) -> None:
+        """Note an operation of the key-value store that was done."""
+        self._store_log.append(StoreEntry(rank, operation, arguments))
+
     def close(
         self, *, complete: bool = True, about: Mapping[str, Any] | None = None
     ) -> RecordingSummary:
@@ -199,6 +206,8 @@ class TensorRecorder:
             OutputError: the disk is full, or something appeared at the folder's place.
         """
         self._finish_part()
+        if self._store_log:
+            write_store_log(self._draft, self._store_log)
         self._about.update(about or {})
         self._write_manifest(complete=complete)
         _require_free(self.folder)
