@@ -2,6 +2,7 @@
 
     python benchmarks/plan_scaling.py                   64 to 1 024 ranks
     python benchmarks/plan_scaling.py --ranks 8192      19 million rows
+    python benchmarks/plan_scaling.py --microbatches 16 --ranks 64 --ranks 8192
     python benchmarks/plan_scaling.py --trace merged.parquet --sandbox 0-7
 
 Makes a job and merges it (not counted; `--keep` finds it again), then compiles a plan in a fresh
@@ -77,12 +78,14 @@ def measure(trace: Path, sandbox: str) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
-def merged(world: int, folder: Path) -> Path:
+def merged(world: int, folder: Path, microbatches: int) -> Path:
     """The calibrated trace of a made-up job; made if it is not there."""
+    folder = folder / f"{world}-{microbatches}"
     folder.mkdir(parents=True, exist_ok=True)
     trace = folder / "merged.parquet"
     if not trace.exists():
-        spec = synth.JobSpec(**SIZES[world], **GROWTH, launch_gap_ns=2000, memory=False)
+        size = {**SIZES[world], **GROWTH, "microbatches": microbatches}
+        spec = synth.JobSpec(**size, launch_gap_ns=2000, memory=False)
         slices = sorted(folder.glob("slice-*.parquet")) or campaign(
             spec, folder, max(world // 64, 8)
         )
@@ -93,6 +96,7 @@ def merged(world: int, folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, choices=SIZES, action="append")
+    parser.add_argument("--microbatches", type=int, default=GROWTH["microbatches"])
     parser.add_argument("--trace", type=Path, help="this calibrated trace instead")
     parser.add_argument("--sandbox", action="append", help="sandbox ranks; default: 0, and 0-7")
     parser.add_argument("--keep", type=Path, help="make (or find) the jobs in this folder")
@@ -100,7 +104,8 @@ def main() -> None:
     print("  ranks sandbox    wall s   CPU s  peak MiB  operations  vertices   edges  us/operation")
     with tempfile.TemporaryDirectory() as scratch:
         for world in options.ranks or (64, 256, 1024):
-            trace = options.trace or merged(world, (options.keep or Path(scratch)) / str(world))
+            folder = options.keep or Path(scratch)
+            trace = options.trace or merged(world, folder, options.microbatches)
             for sandbox in options.sandbox or ("0", "0-7"):
                 cost = measure(trace, sandbox)
                 print(

@@ -57,6 +57,9 @@ ORIGIN = 0
 LONGEST_LABEL = 32
 """Default of `compile_boundary`: more are rare, and fewer would add vertices."""
 
+LONGEST_SHARED = 3
+"""The same where several ranks sync: one junction there spares each of them one of its own."""
+
 
 class VertexKind(IntEnum):
     """What a vertex of the plan stands for."""
@@ -117,7 +120,11 @@ class Boundary:
 
 
 def compile_boundary(
-    graph: Graph, sandbox: NDArray[np.bool_], *, longest_label: int = LONGEST_LABEL
+    graph: Graph,
+    sandbox: NDArray[np.bool_],
+    *,
+    longest_label: int = LONGEST_LABEL,
+    longest_shared: int = LONGEST_SHARED,
 ) -> Boundary:
     """What the virtual rows of a graph mean for the sandbox rows.
 
@@ -125,6 +132,7 @@ def compile_boundary(
         graph: a calibrated graph; durations of sandbox rows are not used.
         sandbox: bool[n], rows of sandbox ranks.
         longest_label: sources that one time may depend on before a junction takes their place.
+        longest_shared: the same of an operation of several virtual ranks.
 
     Raises:
         MissingMemberError, CycleError: as `propagate`.
@@ -154,6 +162,7 @@ def compile_boundary(
         read_only(mine),
         read_only(crossing),
         longest_label,
+        min(longest_shared, longest_label),
     )
     return _without_dead_ends(kind, owner, offsets, source, weight, origin)
 
@@ -238,12 +247,14 @@ class VirtualWorld:
     _latest: dict[Place, int] = field(init=False, default_factory=dict)
     _blocked: dict[Place, list[Place]] = field(init=False, default_factory=dict)
     _edges: list[list[tuple[int, int]]] = field(init=False)
+    _is_junction: list[bool] = field(init=False)
 
     def __post_init__(self) -> None:
         plan = self.boundary
         pairs = list(zip(plan.edge_source.tolist(), plan.edge_weight_ns.tolist(), strict=True))
         offsets = plan.edge_offsets.tolist()
         self._edges = [pairs[a:b] for a, b in itertools.pairwise(offsets)]
+        self._is_junction = (plan.kind == VertexKind.JUNCTION).tolist()
 
     def arrived(self, vertex: int, time_ns: int, round: int = 0) -> list[tuple[Place, int]]:
         """A sandbox rank has arrived at a vertex.
@@ -283,30 +294,45 @@ class VirtualWorld:
 
     def _arrival(self, place: Place) -> tuple[int, Place | None]:
         """Latest arrival over the edges, and a place that it still depends on, if any."""
-        vertex, round_ = place
-        latest = 0
+        # Chains of junctions are long: what is under way is kept here, not on Python's stack.
+        under_way = [place]
+        while True:
+            latest, junctions, missing = self._over_edges(*under_way[-1])
+            if missing is not None:
+                return 0, missing
+            if junctions:
+                under_way += junctions
+                continue
+            done = under_way.pop()
+            if not under_way:
+                return latest, None
+            self._ready[done] = latest
+
+    def _over_edges(self, vertex: int, round_: int) -> tuple[int, list[Place], Place | None]:
+        """Latest arrival over the edges; junctions to see to first; or a place that is missing."""
+        ready, latest = self._ready, 0
+        junctions: list[Place] = []
         for source, weight in self._edges[vertex]:
             if source == ORIGIN:
                 shift = round_ * self.repeat.period_ns if self.repeat else 0
                 latest = max(latest, weight + shift)
                 continue
-            before = self._canonical(source, round_)
-            ready = self._ready.get(before)
-            if ready is None and self.boundary.kind[before[0]] == VertexKind.JUNCTION:
-                ready, missing = self._arrival(before)
-                if missing is not None:
-                    return 0, missing
-                self._ready[before] = ready
-            if ready is None:
-                return 0, before
-            latest = max(latest, ready + weight)
-        return latest, None
+            before = (source, 0) if round_ == 0 else self._canonical(source, round_)
+            there = ready.get(before)
+            if there is not None:
+                if there + weight > latest:
+                    latest = there + weight
+            elif self._is_junction[before[0]]:
+                junctions.append(before)
+            else:
+                return 0, [], before
+        return latest, junctions, None
 
     def _canonical(self, vertex: int, round_: int) -> Place:
         """The place at which a source of a repeated step really was."""
         if self.repeat is None or round_ == 0:
             return vertex, 0
-        if self.boundary.kind[vertex] == VertexKind.JUNCTION:
+        if self._is_junction[vertex]:
             return vertex, round_
         while round_ and self.repeat.steps_before[vertex]:
             vertex = int(self.repeat.successor[vertex])

@@ -42,6 +42,7 @@ def trace_labels(
     sandbox: Any,
     crossing: Any,
     longest: int,
+    longest_shared: int,
 ) -> Any:
     """Labels of all rows, as the edges of the sources that they end in.
 
@@ -55,6 +56,8 @@ def trace_labels(
         sandbox: bool[n].
         crossing: bool[n], sandbox rows that a virtual row depends on, or that depend on one.
         longest: pairs that a label may have; a longer one becomes a junction.
+        longest_shared: the same for the label of several virtual rows that sync, whose junction
+            serves them all.
 
     Returns:
         kind int8[S], owner int32[S] (instance of a boundary, row of an event, else -1), and the
@@ -160,7 +163,8 @@ def trace_labels(
         event = False
         if last == at + 1 and real == 1:
             event = crossing[order[at]]
-        makes_source = boundary or event or (virtual > 0 and n_met > longest)
+        limit = longest_shared if virtual > 1 else longest
+        makes_source = boundary or event or (virtual > 0 and n_met > limit)
         if makes_source:
             if sources == room:
                 room *= 2

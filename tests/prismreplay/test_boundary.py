@@ -13,7 +13,6 @@ import prismcalib
 from prismcalib import synth
 from prismcalib.graph import Graph
 from prismcalib.propagation import propagate
-from prismreplay.errors import PlanError
 from prismreplay.boundary import (
     Boundary,
     VertexKind,
@@ -21,6 +20,7 @@ from prismreplay.boundary import (
     compile_boundary,
     members_by_vertex,
 )
+from prismreplay.errors import PlanError
 
 
 def random_job(seed: int, ranks: int, length: int, *, waits: bool) -> tuple[Graph, np.ndarray]:
@@ -129,13 +129,30 @@ def check(graph, ranks, sandbox: list[int], factors: list[float], **options) -> 
 def test_random_jobs_and_sandboxes(seed, ranks, length, waits, data):
     graph, rank_of = random_job(seed, ranks, length, waits=waits)
     sandbox = data.draw(st.lists(st.integers(0, ranks - 1), min_size=1, unique=True))
-    check(graph, rank_of, sandbox, [1.0, 0.0, 3.7])
+    check(graph, rank_of, sandbox, [1.0, 0.0, 3.7], longest_shared=data.draw(st.integers(1, 3)))
 
 
 def test_long_labels_become_junctions():
     graph, rank_of = random_job(5, 40, 3000, waits=False)
     boundary = check(graph, rank_of, [0, 1, 2, 3], [1.0, 2.0], longest_label=3)
     assert (boundary.kind == VertexKind.JUNCTION).any()
+
+
+def test_chains_of_junctions_may_be_long():
+    length = 5000
+    kinds = [VertexKind.ORIGIN, VertexKind.INSTANCE, *[VertexKind.JUNCTION] * length]
+    kinds.append(VertexKind.INSTANCE)
+    edges = len(kinds) - 2
+    chain = Boundary(
+        kind=np.array(kinds, np.int8),
+        owner=np.full(len(kinds), -1, np.int32),
+        edge_offsets=np.array([0, 0, *range(edges + 1)]),
+        edge_source=np.arange(1, edges + 1, dtype=np.int32),
+        edge_weight_ns=np.full(edges, 2),
+    )
+    world = VirtualWorld(chain, {1: 1, edges + 1: 1})
+    world.arrived(1, 10)
+    assert world.arrived(edges + 1, 0) == [((edges + 1, 0), 10 + 2 * edges)]
 
 
 def test_a_wrong_weight_is_noticed():
