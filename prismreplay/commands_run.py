@@ -58,8 +58,21 @@ def run(
         Path, typer.Option("-o", "--output", help="The sandbox ranks' trace.")
     ] = Path("run.parquet"),
     transport: Annotated[
-        Transport, typer.Option(help="How groups with virtual members communicate.")
+        Transport,
+        typer.Option(
+            help="How groups with virtual members communicate. local: through the emulator, with "
+            "timed ends; reduced: also in a real group with an assistant, who plays the virtual "
+            "members; auto: local, on CPUs."
+        ),
     ] = Transport.AUTO,
+    assistants: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Processes that play virtual ranks with --transport reduced; each needs a core. "
+            "Default: one for every sandbox rank.",
+        ),
+    ] = None,
     inject: Annotated[
         list[str] | None,
         typer.Option(
@@ -127,8 +140,8 @@ def run(
     call = program_of(program)
     call.check()
     console.warn_of_suffix(output)
-    if transport is Transport.REDUCED:
-        raise typer.BadParameter("--transport reduced: not on this machine")
+    if assistants is not None and transport is not Transport.REDUCED:
+        raise typer.BadParameter("--assistants belongs to --transport reduced")
     # Before torch is imported, which counts its threads then.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from prismreplay.errors import DeadlockError, RankFailedError
@@ -157,6 +170,7 @@ def run(
         shm_dir=shm_dir,
         check=RecordedTensors(folder) if check and folder is not None else None,
         spins=() if spin is None else (spin,),
+        assistants=(assistants or len(ranks)) if transport is Transport.REDUCED else 0,
     )
     bar = LateBar(len(ranks), "running")
     try:
@@ -316,6 +330,22 @@ def _print_tables(report: RunReport) -> None:
         ],
     )
     print()
+    played = [one for one in report.groups if one.reduced_transfer_ns is not None]
+    if played:
+        console.table(
+            "Groups with an assistant: how long their real operations took, and came too late",
+            ["group", "members", "transfer", "assistant late"],
+            [
+                [
+                    one.desc or one.name,
+                    f"{len(one.sandbox)} + 1 for {one.size - len(one.sandbox)}",
+                    ns(one.reduced_transfer_ns or 0),
+                    ns(one.assistant_late_ns or 0),
+                ]
+                for one in played
+            ],
+        )
+        print()
     console.table(
         "How well times were met",
         ["rank", "holds", "median", "99 %", "worst", "late answers", "handing over"],

@@ -37,7 +37,7 @@ from prismreplay.collect.programs import ProgramCall
 from prismreplay.collect.stale import RUN_VARIABLE
 from prismtrace.errors import PrismError
 
-__all__ = ["Job", "Observed", "RankProcess", "environment", "preload", "start_rank"]
+__all__ = ["Job", "Observed", "RankProcess", "detach", "environment", "preload", "start_rank"]
 
 _PRELOADED = (
     "torch",
@@ -199,7 +199,7 @@ def start_rank(job: Job, rank: int, streams: Streams, inherited: Iterable[int]) 
 
 
 def _rank_main(job: Job, rank: int, streams: Streams, channel: Channel, parent: int) -> int:
-    _detach(parent)
+    detach(parent)
     _connect_streams(streams)
     if job.open_files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, job.open_files)
@@ -251,7 +251,7 @@ def _run(job: Job, connection: Connection, observed: Observed) -> int:
     return code
 
 
-def _detach(parent: int) -> None:
+def detach(parent: int) -> None:
     """A process group of its own that ends with the coordinator, and fresh signal handlers."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)

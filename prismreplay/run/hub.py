@@ -9,13 +9,17 @@ enter          ticket, packed operation, bytes or None, when    (result, on `wai
 real           packed operation                                 -
 step           a `StepMark`                                     -
 over           a `RankSummary`                                  -
+assist         key and ranks of a group that is made small      -
+moved          a `MovedSummary`                                 -
 =============  ===============================================  =====================
 
-A result says, behind its fields in a collection, when the operation began and when it ends.
+A result says, behind its fields in a collection, when the operation began and when it ends; and, if
+how long it takes is not known, when all members were there.
 """
 
 from __future__ import annotations
 
+import selectors
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,9 +30,11 @@ from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.messages import Message, unpack_op
 from prismreplay.collect.pool import RankProcess
 from prismreplay.collect.serving import Service
+from prismreplay.run.assistants import Assistant, Assistants
 from prismreplay.run.hybrid import HybridCoordinator
 from prismreplay.run.ledger import Ledger
 from prismreplay.run.marks import RankSummary, StepMark
+from prismreplay.run.small_groups import MovedSummary
 
 __all__ = ["Hub", "serve_store"]
 
@@ -58,10 +64,20 @@ class Hub(Service):
         super().__init__(coordinator, ranks, logs, on_tick)
         self.marks: list[StepMark] = []
         self.summaries: dict[int, RankSummary] = {}
+        self.moved: list[MovedSummary] = []
         self._hybrid = coordinator
         self._ledger = ledger
         # Looking at a process's memory stops it for milliseconds; ranks say themselves.
         self.memory.look = False
+
+    def employ(self, assistants: Assistants) -> None:
+        """Have them play virtual ranks in real groups."""
+        self._hybrid.assistants = assistants
+        for one in assistants.processes:
+            self._selector.register(one.pidfd, selectors.EVENT_READ, (self._lose, one))
+
+    def _lose(self, one: Assistant) -> None:
+        raise Assistants.lost(one)
 
     def begin_at(self) -> int:
         """When all ranks will begin, on the machine's clock; call `run` at once."""
@@ -81,6 +97,10 @@ class Hub(Service):
             self.marks.append(StepMark(*message[1]))
         elif name == "over":
             self.summaries[rank] = RankSummary(*message[1])
+        elif name == "assist" and self._hybrid.assistants is not None:
+            self._hybrid.assistants.join(*message[1:])
+        elif name == "moved":
+            self.moved.append(MovedSummary(*message[1]))
         else:
             super()._handle(rank, message, file)
 

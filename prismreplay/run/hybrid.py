@@ -19,6 +19,7 @@ from prismreplay.collect.key_value import NotYet, StoreFailure
 from prismreplay.collect.matching import Request
 from prismreplay.errors import DeadlockError
 from prismreplay.plan import PlannedWorld
+from prismreplay.run.assistants import Assistants
 from prismreplay.run.following import GraphFollower, Placed
 from prismreplay.run.timekeeping import Entry, Released, Timekeeper
 from prismreplay.run.virtual_members import VirtualMembers
@@ -100,6 +101,8 @@ class HybridCoordinator(Coordinator):
         self._barriers: set[str] = set()
         self._ends: dict[tuple[int, int], Released] = {}
         self._world: World
+        self.assistants: Assistants | None = None
+        """Who play virtual members in real groups, if anybody does."""
 
     def begin_in(self, world: World) -> None:
         """Say what the virtual ranks are, before any rank begins."""
@@ -114,13 +117,15 @@ class HybridCoordinator(Coordinator):
             TensorRulesError, TensorRecordingError: what virtual ranks contribute.
         """
         world = self._world
-        placed = world.followers[rank].place(op)
+        placed, issued = world.followers[rank].place(op), op
         if op.call is Call.RECV and op.peer is None:
             # Whoever sent in the graph sends here.
             op = replace(op, peer=placed.peer, seq=placed.data_seq)
         if world.check is not None:
             world.check(rank, op, placed, inputs)
         self._note_use(op, placed)
+        if self.assistants is not None:
+            self.assistants.entered(rank, ticket, issued)
         self._give(rank, ticket, op, placed, inputs)
         self._release(world.keeper.enter(self._entry(rank, ticket, op, placed, issued_ns)))
 
@@ -244,6 +249,8 @@ class HybridCoordinator(Coordinator):
 
     def _release(self, released: Sequence[Released]) -> None:
         for one in released:
+            if self.assistants is not None:
+                self.assistants.released(one)
             # A rank that has ended waits for nothing.
             waiting = self._open.get(one.ticket)
             if waiting is not None:
@@ -263,7 +270,8 @@ class HybridCoordinator(Coordinator):
         if question.request is None:
             return sent
         released = self._ends.pop((question.rank, question.request.ticket))
-        message = (*sent.message, released.arrived_ns, released.end_ns)
+        ready_ns = None if released.is_known else released.ready_ns
+        message = (*sent.message, released.arrived_ns, released.end_ns, ready_ns)
         return Sent(sent.rank, message, sent.parcel)
 
     # --- time -------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ import polars as pl
 from prismcalib.step_times import step_durations, typical_ns
 from prismreplay.run.hybrid import GroupUse
 from prismreplay.run.running import RunOutcome
+from prismreplay.run.small_groups import MovedSummary
 from prismreplay.tensors.prefetching import PrefetchReport
 from prismtrace.trace import Trace, open_trace
 
@@ -75,7 +77,9 @@ class GroupResult:
     """A process group with sandbox members, and how it communicated.
 
     `transport` is `real` (torch's own backend), `local` (through the hub, with timed ends),
-    or `reduced` (a real group with an assistant).
+    or `reduced` (a real group with an assistant). Of the latter, `reduced_transfer_ns` is how
+    long the small group's operations took (the median), and `assistant_late_ns` by how much the
+    assistant usually came too late.
     """
 
     name: str
@@ -85,6 +89,8 @@ class GroupResult:
     transport: str
     operations: int
     nbytes: int
+    reduced_transfer_ns: int | None = None
+    assistant_late_ns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -169,9 +175,12 @@ def report_of(
     counted = steps[1:] or steps
     interference = max((one.late_ns / max(1, one.emulated_ns) for one in counted), default=0.0)
     followers = outcome.world.followers.values()
-    uses = outcome.coordinator.uses.values()
+    uses = outcome.coordinator.uses
+    moved = defaultdict(list)
+    for one in outcome.moved:
+        moved[one.key].append(one)
     sources: Counter[str] = Counter()
-    for use in uses:
+    for use in uses.values():
         if set(use.ranks) - set(sandbox):
             sources += use.transfer_sources
     return RunReport(
@@ -196,7 +205,7 @@ def report_of(
             )
             for mark in outcome.marks
         ),
-        groups=tuple(_group(use, sandbox) for use in uses),
+        groups=tuple(_group(use, sandbox, moved[key]) for key, use in uses.items()),
         bypassed_groups=sum(set(sandbox).isdisjoint(group.ranks) for group in graph.header.groups),
         transfer_sources=dict(sources),
         repeated_operations=sum(one.repeated for one in followers),
@@ -218,6 +227,10 @@ def report_of(
 def _typical(times: Sequence[int]) -> int | None:
     """The median of the steps after the first, which starts the program up."""
     return typical_ns(times, 1) if times else None
+
+
+def _median(times: Sequence[int]) -> int | None:
+    return round(statistics.median(times)) if times else None
 
 
 def _of_ranks(trace: Trace, ranks: Sequence[int]) -> pl.LazyFrame:
@@ -283,15 +296,18 @@ def _ranks(outcome: RunOutcome) -> tuple[RankResult, ...]:
     return tuple(found)
 
 
-def _group(use: GroupUse, sandbox: Sequence[int]) -> GroupResult:
+def _group(use: GroupUse, sandbox: Sequence[int], moved: Sequence[MovedSummary]) -> GroupResult:
+    transport = "reduced" if moved else "real" if use.real_operations else "local"
     return GroupResult(
         name=use.name,
         desc=use.desc,
         size=len(use.ranks),
         sandbox=tuple(rank for rank in sandbox if rank in use.ranks),
-        transport="real" if use.real_operations else "local",
+        transport=transport,
         operations=use.operations,
         nbytes=use.nbytes,
+        reduced_transfer_ns=_median([one.transfer_ns for one in moved]),
+        assistant_late_ns=_median([one.late_ns for one in moved]),
     )
 
 

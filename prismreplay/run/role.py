@@ -11,12 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
-
-import torch
-from torch._C import _distributed_c10d as native
-from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 from prismreplay.collect.client import CollectRole, Connection, fill
 from prismreplay.collect.handover import Parcel, ParcelWriter, Place, Span
@@ -25,6 +20,8 @@ from prismreplay.run.clock import RunClock
 from prismreplay.run.holding import Holder
 from prismreplay.run.ledger import Arrival, Ledger
 from prismreplay.run.marks import RankSummary
+from prismreplay.run.real_group import gloo_group
+from prismreplay.run.small_groups import SmallGroups, SmallWork
 from prismreplay.runtime.graph_recorder import GraphRecorder
 from prismreplay.runtime.operations import Call, Group, Op
 from prismreplay.runtime.roles import Pending
@@ -32,8 +29,6 @@ from prismreplay.runtime.roles import Pending
 __all__ = ["SandboxRole"]
 
 Tensor = Any
-
-_GIVE_UP = timedelta(minutes=30)
 
 
 class SandboxRole(CollectRole):
@@ -48,6 +43,7 @@ class SandboxRole(CollectRole):
         ledger: what the ranks share.
         recorder: of this rank, which has issued an operation just before it is submitted.
         real_groups: have torch's backend perform what sandbox ranks do among themselves.
+        assistants: processes that play virtual ranks in real groups.
     """
 
     def __init__(
@@ -61,6 +57,7 @@ class SandboxRole(CollectRole):
         ledger: Ledger,
         recorder: GraphRecorder,
         real_groups: bool = True,
+        assistants: int = 0,
     ) -> None:
         super().__init__(connection, place, lambda: recorder.position.step)
         self.connection = connection
@@ -71,17 +68,24 @@ class SandboxRole(CollectRole):
         self.ledger = ledger
         self.recorder = recorder
         self._makes_groups = real_groups
+        self._small = SmallGroups(rank, self._sandbox, assistants, ledger)
         self._real: set[str] = set()
 
     def make_real_group(self, group: Group, backends: dict[str, str]) -> Any:
-        """A group of torch's own, if all members are sandbox ranks and its backend is here."""
-        if not (self._makes_groups and self._sandbox.issuperset(group.ranks)):
-            return None
+        """A group of torch's own, if all members are sandbox ranks and its backend is here.
+
+        With assistants, a small one is made here for groups that have virtual members, too.
+        """
         if backends.get("cpu") != "gloo":
             # A stand-in would refuse what the backend can do; the hub does it all.
             return None
+        if self._small.wants(group):
+            self._connection.tell(("assist", group.key, group.ranks))
+            self._small.make(group)
+        if not (self._makes_groups and self._sandbox.issuperset(group.ranks)):
+            return None
         self._real.add(group.key)
-        return _gloo_group(group, self.ledger.store_port)
+        return gloo_group(f"real/{group.key}", group.rank, group.size, self.ledger.store_port)
 
     def tell_summary(self) -> None:
         """Tell the hub how this rank's times went; at its end."""
@@ -98,6 +102,8 @@ class SandboxRole(CollectRole):
             debt_ns=clock.debt_ns,
         )
         self._connection.tell(("over", tuple(summary)))
+        for moved in self._small.summaries():
+            self._connection.tell(("moved", tuple(moved)))
 
     def submit(
         self,
@@ -124,27 +130,35 @@ class SandboxRole(CollectRole):
         for tensor in inputs:
             writer.put_tensor(tensor)
         parcel = writer.finish()
+        self._small.announce(op, self.clock.debt_ns)
         with self._lock:
             self._tickets += 1
             ticket = self._tickets
             packed = pack_op(op, self._step())
             self._connection.tell(("enter", ticket, packed, parcel.data, issued_ns), parcel.file)
         parcel.close()
+        small = self._small.start(op, ticket, outputs, self.clock.debt_ns)
         self.clock.handed_over(time.monotonic_ns() - begun)
-        return _HubPending(self, ticket, token, outputs)
+        return _HubPending(self, ticket, token, outputs, small)
 
 
 class _HubPending:
     """An operation that the hub has; see `prismreplay.runtime.roles.Pending`."""
 
     def __init__(
-        self, role: SandboxRole, ticket: int, token: int, outputs: Sequence[Tensor]
+        self,
+        role: SandboxRole,
+        ticket: int,
+        token: int,
+        outputs: Sequence[Tensor],
+        small: SmallWork | None,
     ) -> None:
         self.source: int | None = None
         self._role = role
         self._ticket = ticket
         self._token = token
         self._outputs: Sequence[Tensor] | None = outputs
+        self._small = small
         self._end_ns = 0
         self._waited = False
         self._lock = threading.Lock()
@@ -167,6 +181,8 @@ class _HubPending:
         """True once `wait` would not block."""
         if self._outputs is not None:
             connection = self._role.connection
+            if self._small is not None and not self._small.done():
+                return False
             if not connection.ask("poll", self._ticket)[0][2]:
                 return False
             with self._lock:
@@ -177,7 +193,12 @@ class _HubPending:
         if self._outputs is None:
             return
         answer, file = self._role.connection.ask("wait", self._ticket)
-        _, _, data, nbytes, spans, self.source, arrived_ns, self._end_ns = answer
+        _, _, data, nbytes, spans, self.source, arrived_ns, self._end_ns, ready_ns = answer
+        if self._small is not None:
+            # Its results are overwritten, its time counts where nothing better is known.
+            transfer_ns = self._small.wait()
+            if transfer_ns is not None and ready_ns is not None:
+                self._end_ns = ready_ns + transfer_ns
         parcel = Parcel(data, file, nbytes)
         for output, span in zip(self._outputs, spans, strict=True):
             if span is not None:
@@ -272,21 +293,3 @@ def _name(op: Op, rank: int) -> str:
     if op.call is Call.RECV:
         return f"{op.group.key} {op.peer}>{rank} {op.seq}"
     return f"{op.group.key} {op.seq}"
-
-
-def _gloo_group(group: Group, port: int) -> ProcessGroup:
-    """A real group, as `torch.distributed.new_group` makes it; its members meet in the hub."""
-    store: Any = native.HashStore()
-    if group.size > 1:
-        # torch's own: the names in torch.distributed are ours by now.
-        store = native.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    store = native.PrefixStore(f"real/{group.key}", store)
-    made = ProcessGroup(store, group.rank, group.size)
-    backend = ProcessGroupGloo(store, group.rank, group.size, _GIVE_UP)
-    backend._set_sequence_number_for_group()  # noqa: SLF001
-    kind = ProcessGroup.BackendType.GLOO
-    made._set_default_backend(kind)  # noqa: SLF001
-    made._register_backend(torch.device("cpu"), kind, backend)  # noqa: SLF001
-    made._set_group_name(group.name)  # noqa: SLF001
-    made._set_group_desc(group.desc)  # noqa: SLF001
-    return made

@@ -20,12 +20,14 @@ from prismreplay.collect.pool import Job, Observed, RankProcess, preload, start_
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.errors import PlanError
 from prismreplay.plan import Plan, PlannedWorld
+from prismreplay.run.assistants import Assistant, Assistants, participant, start_assistant
 from prismreplay.run.clock import RunClock
 from prismreplay.run.following import Placed, followers_of
 from prismreplay.run.hub import Hub, serve_store
 from prismreplay.run.hybrid import HybridCoordinator, World
 from prismreplay.run.ledger import Ledger
 from prismreplay.run.marks import Memory, RankSummary, StepMark
+from prismreplay.run.small_groups import MovedSummary
 from prismreplay.run.spinning import Spin, paces_of, spin, write_paces
 from prismreplay.run.timekeeping import Entry, Timekeeper
 from prismreplay.run.virtual_members import VirtualMembers
@@ -72,6 +74,8 @@ class RunOptions:
         check: compare all inputs of sandbox ranks with this recording; not for timing.
         slice: which slice this is; None: a run.
         real_groups: have torch's backend perform what sandbox ranks do among themselves.
+        assistants: processes that play virtual ranks in real groups with sandbox ranks
+            (`prismreplay.run.reduced`); 0: the hub does all that concerns virtual ranks.
         prefetch_bytes: of recorded tensors that are read ahead of their use.
         spins: named pieces of sandbox ranks' programs that count as faster or slower.
     """
@@ -88,6 +92,7 @@ class RunOptions:
     real_groups: bool = True
     spins: tuple[Spin, ...] = ()
     prefetch_bytes: int = 256 << 20
+    assistants: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,7 @@ class RunOutcome:
     summaries: dict[int, RankSummary]
     origin_ns: int
     prefetched: PrefetchReport
+    moved: tuple[MovedSummary, ...]
     start_s: float
     wall_s: float
     cleaned: stale.Cleaned
@@ -150,7 +156,7 @@ def run_sandbox(
     logs.prepare()
     cleaned = stale.clean()
     with run_folder() as folder:
-        ledger = Ledger(options.sandbox)
+        ledger = Ledger([*options.sandbox, *map(participant, range(options.assistants))])
         job = Job(
             program=program,
             world_size=graph.header.world_size,
@@ -173,6 +179,7 @@ def run_sandbox(
         summaries=run.hub.summaries,
         origin_ns=run.origin_ns,
         prefetched=run.prefetched,
+        moved=tuple(run.hub.moved),
         start_s=run.started - begun,
         wall_s=time.monotonic() - begun,
         cleaned=cleaned,
@@ -218,6 +225,7 @@ class _Run:
         """Run all sandbox ranks to their end."""
         preload()
         ranks: list[RankProcess] = []
+        assistants: list[Assistant] = []
         pipes: list[int] = []
         sandbox = self._options.sandbox
         try:
@@ -225,7 +233,12 @@ class _Run:
                 streams, reads = self._logs.open(rank)
                 pipes += reads
                 ranks.append(start_rank(self._job, rank, streams, self._descriptors(ranks)))
-            stale.note_groups(self._folder, [one.pid for one in ranks])
+            for number in range(self._options.assistants):
+                inherited = self._descriptors([*ranks, *assistants])
+                assistants.append(start_assistant(number, self._ledger, inherited))
+            stale.note_groups(
+                self._folder, [*(one.pid for one in ranks), *(one.pid for one in assistants)]
+            )
         finally:
             self.coordinator = HybridCoordinator(
                 sandbox, self._job.world_size, Executor(self._job.place)
@@ -234,7 +247,15 @@ class _Run:
                 self.coordinator, ranks, self._logs, self._ledger, self._ticker(progress)
             )
             self.hub.watch_output(pipes)
-            self._run_ranks(timing, complete=len(ranks) == len(sandbox))
+            helpers = Assistants(assistants, sandbox, self._ledger)
+            if assistants:
+                self.hub.employ(helpers)
+            try:
+                complete = len(ranks) + len(assistants) == len(sandbox) + self._options.assistants
+                self._run_ranks(timing, complete=complete)
+            finally:
+                with uninterrupted():
+                    helpers.stop()
 
     def _run_ranks(self, timing: Callable[[], Timing], *, complete: bool) -> None:
         import torch
@@ -277,7 +298,7 @@ class _Run:
             self.hub.stop()
 
     def _serve_store(self) -> object:
-        if len(self._options.sandbox) < 2:
+        if len(self._options.sandbox) + self._options.assistants < 2:
             return None
         store, self._ledger.store_port = serve_store()
         return store
@@ -310,8 +331,8 @@ class _Run:
 
         return tick
 
-    def _descriptors(self, ranks: list[RankProcess]) -> list[int]:
-        ends = [number for one in ranks for number in (one.channel.fileno(), one.pidfd)]
+    def _descriptors(self, started: Sequence[RankProcess | Assistant]) -> list[int]:
+        ends = [number for one in started for number in (one.channel.fileno(), one.pidfd)]
         return [*ends, *self._logs.descriptors]
 
     # --- the trace --------------------------------------------------------------------
@@ -394,6 +415,7 @@ def _observe(
             ledger=ledger,
             recorder=recorder,
             real_groups=options.real_groups and options.check is None,
+            assistants=options.assistants,
         )
         roles.append(role)
         _mark_steps(rank, recorder, clock, connection)

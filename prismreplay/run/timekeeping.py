@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from prismreplay.plan import OpKey, PlannedWorld
 from prismreplay.run.following import Placed
+from prismtrace.schema import TransferSource
 
 __all__ = ["Entry", "Released", "Timekeeper"]
 
@@ -24,15 +25,28 @@ Ticket = tuple[int, int]
 """A rank, and its number for the operation."""
 
 _KEPT_ROUNDS = 2
+_KNOWN = frozenset(
+    (
+        TransferSource.MEASURED,
+        TransferSource.TABLE,
+        TransferSource.RING,
+        TransferSource.MODEL,
+    )
+)
 _MOST_MEETINGS = 100_000  # that may still be asked about; far more than can be under way
 
 
 class Released(NamedTuple):
-    """When an operation of a rank began (all before it in its queue had ended) and ends."""
+    """When an operation of a rank began (all before it in its queue had ended) and ends.
+
+    All members are there at `ready_ns`; `is_known` if how long it takes then is more than a guess.
+    """
 
     ticket: Ticket
     arrived_ns: int
     end_ns: int
+    ready_ns: int
+    is_known: bool
 
 
 @dataclass(eq=False)
@@ -138,7 +152,10 @@ class Timekeeper:
                     continue
                 self._waiting.remove(entry)
                 entry.end_ns = ready + self._transfer_ns(entry)
-                released.append(Released(entry.ticket, entry.arrived_ns, entry.end_ns))
+                known = self._is_known(entry)
+                released.append(
+                    Released(entry.ticket, entry.arrived_ns, entry.end_ns, ready, known)
+                )
                 moved = True
         return released
 
@@ -185,6 +202,11 @@ class Timekeeper:
         if any(other not in met for other in entry.waits_for):
             return None
         return max(met[other] for other in (rank, *entry.waits_for))
+
+    def _is_known(self, entry: Entry) -> bool:
+        if self._transfer_ns != self._planned_transfer:
+            return True
+        return self._world is not None and entry.placed.transfer_source in _KNOWN
 
     def _planned_transfer(self, entry: Entry) -> int:
         if self._world is None:
