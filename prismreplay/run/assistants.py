@@ -1,0 +1,280 @@
+"""Assistants: processes that play virtual ranks in real groups with sandbox ranks.
+
+Each plays all virtual members of some groups. The hub tells it which groups there are and, once
+all sandbox members have issued an operation, when the last member is there in the virtual world:
+then the assistant starts its part. What it sends are zeros: data come from the hub.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from prismreplay.collect.messages import Channel, Message
+from prismreplay.collect.pool import detach
+from prismreplay.errors import RankFailedError
+from prismreplay.run.holding import Holder
+from prismreplay.run.ledger import Arrival, Ledger
+from prismreplay.run.real_group import gloo_group
+from prismreplay.run.reduced import (
+    P2P,
+    Buffers,
+    Step,
+    assistants_steps,
+    is_reducible,
+    members_of,
+    perform,
+)
+from prismreplay.run.timekeeping import Released
+from prismreplay.runtime.operations import Op
+
+__all__ = ["Assistant", "Assistants", "name_of", "operation_tag", "participant", "start_assistant"]
+
+_COLLECTIVES = 1 << 28
+"""Tags below are those of messages."""
+_LOOK_AHEAD_NS = 1_000_000
+"""Shortly before an operation starts, an assistant listens no more and waits for its time."""
+
+
+def participant(number: int) -> int:
+    """What the ledger calls an assistant."""
+    return -1 - number
+
+
+def name_of(op: Op, rank: int) -> str:
+    """Of an operation in a small group, alike for all that take part; `rank` issued it."""
+    if op.call in P2P:
+        return f"reduced {op.group.key} {rank} {op.call.value} {op.peer} {op.seq}"
+    return f"reduced {op.group.key} {op.seq}"
+
+
+def operation_tag(op: Op, ticket: int) -> int:
+    """For the messages of an operation."""
+    return ticket if op.call in P2P else _COLLECTIVES + (op.seq or 0) % _COLLECTIVES
+
+
+# --- in the hub ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Assistant:
+    """An assistant's process, the hub's end of its socket, and a descriptor that tells its end."""
+
+    number: int
+    pid: int
+    channel: Channel
+    pidfd: int
+
+
+def start_assistant(number: int, ledger: Ledger, inherited: Iterable[int]) -> Assistant:
+    """Fork an assistant; it waits to be told what to do.
+
+    Args:
+        number: of this assistant.
+        ledger: what the processes of the run share.
+        inherited: descriptors that it must not keep.
+    """
+    ours, theirs = socket.socketpair()
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        code = 70
+        try:
+            ours.close()
+            for descriptor in inherited:
+                os.close(descriptor)
+            detach(parent)
+            _Player(Channel(theirs), participant(number), ledger).run()
+            code = 0
+        except BaseException:  # noqa: BLE001  nothing may return into the parent's code
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    with contextlib.suppress(OSError):
+        os.setpgid(pid, pid)
+    theirs.close()
+    return Assistant(number, pid, Channel(ours), os.pidfd_open(pid))
+
+
+@dataclass
+class _Instance:
+    """An operation that some of its sandbox members have issued."""
+
+    ops: dict[int, Op] = field(default_factory=dict)
+    released: int = 0
+
+
+class Assistants:
+    """Tells assistants what to do.
+
+    Args:
+        assistants: their processes.
+        sandbox: ranks that run.
+        ledger: what the processes of the run share.
+    """
+
+    def __init__(
+        self, assistants: Sequence[Assistant], sandbox: Sequence[int], ledger: Ledger
+    ) -> None:
+        self.processes = tuple(assistants)
+        self._sandbox = frozenset(sandbox)
+        self._ledger = ledger
+        self._groups: dict[str, Assistant] = {}
+        self._instances: dict[Any, _Instance] = {}
+        self._of_ticket: dict[tuple[int, int | None], Any] = {}
+
+    def join(self, key: str, ranks: Sequence[int]) -> None:
+        """A sandbox rank makes the small group of `ranks`; its assistant has to, too."""
+        if key not in self._groups:
+            chosen = self.processes[len(self._groups) % len(self.processes)]
+            self._groups[key] = chosen
+            size = len(members_of(ranks, self._sandbox)) + 1
+            chosen.channel.send(("group", key, size, self._ledger.store_port))
+
+    def number_of(self, key: str) -> int | None:
+        """Which assistant plays in a group; None: none does."""
+        found = self._groups.get(key)
+        return None if found is None else found.number
+
+    def entered(self, rank: int, ticket: int, op: Op) -> None:
+        """A sandbox rank has issued an operation."""
+        if op.group.key not in self._groups or not is_reducible(op, self._sandbox):
+            return
+        key = (rank, ticket) if op.call in P2P else (op.group.key, op.seq)
+        self._instances.setdefault(key, _Instance()).ops[rank] = op
+        self._of_ticket[rank, ticket] = key
+
+    def released(self, one: Released) -> None:
+        """It is known when an operation begins: the assistant plays its part then."""
+        key = self._of_ticket.pop(one.ticket, None)
+        if key is None:
+            return
+        instance = self._instances[key]
+        instance.released += 1
+        rank, ticket = one.ticket
+        op = instance.ops[rank]
+        members = members_of(op.group.ranks, self._sandbox)
+        if instance.released == 1:
+            steps = assistants_steps(instance.ops, members)
+            name = name_of(op, rank)
+            debts = [found.debt_ns for found in self._ledger.arrivals(list(instance.ops), name)]
+            at_ns = one.ready_ns + max(debts, default=0)
+            tag = operation_tag(op, ticket or 0)
+            message = ("play", op.group.key, tuple(map(tuple, steps)), at_ns, name, tag)
+            self._groups[op.group.key].channel.send(message)
+        if instance.released == (1 if op.call in P2P else len(members)):
+            del self._instances[key]
+
+    @staticmethod
+    def lost(one: Assistant) -> RankFailedError:
+        """What to say about an assistant that has ended."""
+        return RankFailedError(
+            f"assistant {one.number}, which plays virtual ranks, has ended",
+            hint="what it said is above; run with --transport local to do without",
+        )
+
+    def stop(self) -> None:
+        """End all of them. Never fails."""
+        for one in self.processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(one.pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(one.pid, 0)
+            one.channel.close()
+            with contextlib.suppress(OSError):
+                os.close(one.pidfd)
+
+
+# --- in an assistant -----------------------------------------------------------------------
+
+
+@dataclass
+class _SmallGroup:
+    """A group that is being made, or there."""
+
+    size: int
+    thread: threading.Thread
+    made: Any = None
+    last_ns: int = 0
+
+
+class _Player:
+    """The loop of an assistant's process."""
+
+    def __init__(self, channel: Channel, name: int, ledger: Ledger) -> None:
+        self._channel = channel
+        self._name = name
+        self._ledger = ledger
+        self._holder = Holder()
+        self._groups: dict[str, _SmallGroup] = {}
+        self._due: list[tuple[int, int, Message]] = []
+        self._numbers = itertools.count()
+        self._under_way: list[tuple[Any, Any]] = []
+
+    def run(self) -> None:
+        """Until the hub is gone."""
+        torch.set_num_threads(1)
+        while True:
+            timeout = None
+            if self._due:
+                ahead = self._due[0][0] - time.monotonic_ns() - _LOOK_AHEAD_NS
+                timeout = max(0.0, ahead / 1e9)
+            try:
+                if select.select([self._channel], [], [], timeout)[0]:
+                    for message, _ in self._channel.receive_available():
+                        self._hear(message)
+            except EOFError:
+                return
+            if self._due and self._due[0][0] - time.monotonic_ns() <= _LOOK_AHEAD_NS:
+                at_ns, _, message = heapq.heappop(self._due)
+                self._holder.hold_until(at_ns)
+                self._play(message)
+            else:
+                self._under_way = [one for one in self._under_way if not one[0].is_completed()]
+
+    def _hear(self, message: Message) -> None:
+        if message[0] == "group":
+            _, key, size, port = message
+            # In threads, as sandbox ranks may meet in them in another order.
+            thread = threading.Thread(target=self._make, args=(key, size, port), daemon=True)
+            self._groups[key] = _SmallGroup(size, thread)
+            thread.start()
+            return
+        group = self._groups[message[1]]
+        # Operations of a group keep their order.
+        group.last_ns = max(group.last_ns, message[3])
+        heapq.heappush(self._due, (group.last_ns, next(self._numbers), message))
+
+    def _make(self, key: str, size: int, port: int) -> None:
+        self._groups[key].made = gloo_group(f"reduced/{key}", size - 1, size, port)
+
+    def _play(self, message: Message) -> None:
+        _, key, packed, at_ns, name, tag = message
+        group = self._groups[key]
+        group.thread.join()
+        if group.made is None:
+            raise RuntimeError(f"no group {key}")
+        steps = [Step(*one) for one in packed]
+        now = time.monotonic_ns()
+        self._ledger.arrive(self._name, name, Arrival(now, now - at_ns))
+        self._under_way += perform(steps, group.made, group.size - 1, tag, Buffers())
