@@ -9,6 +9,7 @@ import typer
 from prismreplay.commands_collect import collect
 from prismreplay.commands_comm_bench import comm_bench
 from prismreplay.commands_emulate import emulate
+from prismreplay.commands_plan import plan
 from prismreplay.commands_record import record
 from prismreplay.commands_run import run
 from prismreplay.commands_slice import slice_
@@ -26,6 +27,7 @@ app.command(context_settings={"allow_interspersed_args": False})(collect)
 app.command(context_settings={"allow_interspersed_args": False})(record)
 app.command(context_settings={"allow_interspersed_args": False})(emulate)
 app.command("slice")(slice_)
+app.command()(plan)
 app.command()(run)
 app.command("comm-bench")(comm_bench)
 
