@@ -20,7 +20,7 @@ PACKAGES := prismtrace prismcalib prismreplay
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
 
-demo: $(VENV)/.demo ## train a 4-rank job here, then align, explain and predict it
+demo: $(VENV)/.demo ## emulate a job of 8 ranks here, then run it truly and compare
 	@PATH="$(VENV)/bin:$$PATH" bash examples/demo.sh "$(DEMO_OUT)"
 
 test: lint type ## lint, types and all tests

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# The whole story on one machine without a GPU: train a small job for real, then align, explain
-# and predict it. Each command is printed before it runs, so that it can be typed again.
+# A job of 8 ranks on a machine that need not have 8 devices: emulate it, then run it truly and
+# compare. Each command is printed before it runs, so that it can be typed again.
 #
 #   examples/demo.sh [FOLDER]      results go to FOLDER (default demo-out)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 out="${1:-demo-out}"
+ranks=8
+job=(examples/train_gpt.py --tp 2 --pp 2 --steps 5) # and data parallelism of 2
 mkdir -p "$out"
-export KINETO_LOG_LEVEL="${KINETO_LOG_LEVEL:-99}" # the profiler's own chatter
 
 bold='' plain=''
 if [[ -t 1 ]]; then bold=$'\033[1m' plain=$'\033[0m'; fi
@@ -17,43 +18,33 @@ explain() { printf '  %s\n' "$@"; }
 run() {
     printf '\n$'
     printf ' %q' "$@"
-    printf '\n'
+    printf '\n\n'
     "$@"
 }
 
-say "1. Train: 4 ranks, DistributedDataParallel over gloo, profiled by PyTorch"
-explain "Rank 2 gets sequences twice as long as the others: remember that for step 4."
-rm -rf "$out/traces"
-run python examples/train_ddp.py --world-size 4 --trace-dir "$out/traces" --long-rank 2
+say "1. Emulate: $ranks ranks of a small GPT, tensor, pipeline and data parallel, 2 of them for real"
+explain "The program is plain PyTorch and knows nothing of it. Its ranks take turns, to tell what they" \
+    "communicate; then each is measured once; in the end ranks 0 and 1 train in a virtual world."
+rm -rf "$out/emulated"
+run prismreplay emulate --world-size $ranks --devices 2 --sandbox 0-1 -o "$out/emulation" \
+    -- "${job[@]}" --results "$out/emulated"
 
-say "2. Convert: one profiler file per rank becomes one typed trace"
-run prismtrace convert "$out"/traces/rank*.json.gz -o "$out/run.parquet"
-run prismtrace info "$out/run.parquet"
-explain "Every all_reduce of every rank is now matched with its partners on the other ranks."
+say "2. The truth beside it: the same program as $ranks processes over gloo"
+rm -rf "$out/true"
+run prismreplay record --nproc-per-node $ranks -o "$out/true.parquet" \
+    -- "${job[@]}" --results "$out/true"
 
-say "3. Merge: put all ranks on one clock and split every collective into wait and transfer"
-run prismcalib merge "$out/run.parquet" -o "$out/aligned.parquet"
-explain "With the recorded idle times kept, durations and dependencies give the recorded time again," \
-    "to about 1 %: the graph is right. That is a check, not yet a prediction."
+say "3. Compare"
+run python examples/compare_with_truth.py "$out"
 
-say "4. Critical path: what would have to be faster for the step to be shorter"
-run prismcalib critical-path "$out/aligned.parquet"
-explain "Rank 2 should hold most of the path, for it computes on the long sequences while the others" \
-    "wait. On fewer cores than ranks, whom the operating system let wait shows up as well."
+say "4. For your eyes: what the emulated job waits for"
+run prismcalib report "$out/emulation/calibrated.parquet" -o "$out/report.html"
+explain "Open $out/report.html in a browser. For the timeline of all ranks in https://ui.perfetto.dev:" \
+    "prismtrace export $out/emulation/calibrated.parquet --to perfetto -o job.json.gz"
 
-say "5. Stragglers: what each rank costs, and the likely cause"
-run prismcalib stragglers "$out/aligned.parquet" --limit 4
-
-say "6. For your eyes: a report for any browser, and the timeline for Perfetto"
-run prismcalib report "$out/aligned.parquet" -o "$out/report.html"
-run prismtrace export "$out/aligned.parquet" --to perfetto -o "$out/aligned.json.gz"
-explain "Open $out/aligned.json.gz at https://ui.perfetto.dev; arrows join partners."
-
-say "7. Predict: the step time this graph implies"
-run prismcalib predict "$out/aligned.parquet"
-
-say "Done. Everything is in $out; the commands above work on your own traces as well."
-activate="$(dirname "$(command -v prismtrace)")/activate"
+say "Done. Everything is in $out; docs/guides/emulate.md goes on from here."
+explain "What profiler traces of a job of your own tell: examples/analyse_traces.sh"
+activate="$(dirname "$(command -v prismreplay)")/activate"
 if [[ -z "${VIRTUAL_ENV:-}" && -f "$activate" ]]; then
-    explain "To type them, put them on your path first: source $activate"
+    explain "To type the commands, put them on your path first: source $activate"
 fi

@@ -18,6 +18,7 @@ __all__ = ["Findings", "Share", "find", "losses_in"]
 _MEASURED = ("computation, measured", "transfer, measured")
 _KNOWN = ("transfer, table",)
 _MOST_SHARES = 8
+_FEW = 0.01
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,12 @@ def _warnings(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             "slices shared cores with each other or with the emulator: times are longer than on "
             "the real machine; losses, memory and the graph are not touched by that"
         )
-    if unknown := reports["merge"]["unknown_transfers"]:
+    merged = reports["merge"]
+    unknown, known = merged["unknown_transfers"], sum(merged["sources"].values())
+    if unknown > _FEW * known:
         yield (
-            f"{unknown:,} transfers are not known and count as nothing: no slice had their whole "
-            "group. More --devices, or a table of measured times (--comm-table), help"
+            f"{unknown:,} of {known:,} transfers are not known and count as nothing: no slice had "
+            "their whole group. More --devices, or a table of their times (--comm-table), help"
         )
     if slices["rounds"] and not slices["rounds"][-1]["settled"]:
         yield "durations have not settled: refine more, or repeat slices"
