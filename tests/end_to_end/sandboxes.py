@@ -131,6 +131,7 @@ def perform(case: Case) -> dict[int, Any]:
             tensors=read_choices(tensors=[str(case.tensors)]),
             shown=(),
             quiet_stdout=True,
+            assistants=len(case.sandbox) if case.transport == "reduced" else 0,
         ),
         lambda: Timing(plan=compile_plan(graph, case.sandbox)),
     )

@@ -35,14 +35,26 @@ CHOICES = {
     "hsdp-2-2-tp2": [FIRST, LAST, (0, 1)],
 }
 SLOW = {name for name, job in JOBS.items() if job.slow}
+# With assistants, who play the other ranks in real groups.
+REDUCED = {
+    "dp8": [(0, 5)],
+    "tp2-dp4": [(1, 6)],
+    "pp4-dp2": [MIDDLE],
+    "tp2-pp2-dp2": [(4, 5)],
+    "fsdp2-8": [(0, 1)],
+    "ep4-dp2": [LAST],
+    "hsdp-2-2-tp2": [FIRST],
+}
 CASES = [
     pytest.param(
         name,
         ranks,
-        id=f"{name}-{'.'.join(map(str, ranks))}",
+        transport,
+        id=f"{name}-{'.'.join(map(str, ranks))}-{transport}",
         marks=[pytest.mark.slow] if name in SLOW else [],
     )
-    for name, choices in CHOICES.items()
+    for transport, jobs in (("local", CHOICES), ("reduced", REDUCED))
+    for name, choices in jobs.items()
     for ranks in choices
 ]
 
@@ -74,8 +86,10 @@ def test_every_shape_of_job_is_here():
     assert CHOICES.keys() == JOBS.keys()
 
 
-@pytest.mark.parametrize(("name", "ranks"), CASES)
-def test_a_sandbox_computes_what_it_would_in_the_true_job(name, ranks, truths, nursery, tmp_path):
+@pytest.mark.parametrize(("name", "ranks", "transport"), CASES)
+def test_a_sandbox_computes_what_it_would_in_the_true_job(
+    name, ranks, transport, truths, nursery, tmp_path
+):
     folder, job = truths(name), JOBS[name]
     case = Case(
         graph=folder / "calibrated.parquet",
@@ -83,6 +97,7 @@ def test_a_sandbox_computes_what_it_would_in_the_true_job(name, ranks, truths, n
         words=tuple(program(job.script, job.flags)),
         sandbox=ranks,
         output=tmp_path / "run.parquet",
+        transport=transport,
     )
     found = nursery.start(case).result()
     expected = results(folder / "true")
