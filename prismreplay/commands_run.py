@@ -85,7 +85,7 @@ def run(
         typer.Option(
             metavar="WHERE FACTOR",
             help="Have named pieces of sandbox ranks count as faster or slower, as in "
-            "\"name LIKE '%attn%'\" 0.8.",
+            "'name ~ \"attn\"' 0.8.",
         ),
     ] = None,
     compare: Annotated[
@@ -148,6 +148,7 @@ def run(
     from prismreplay.run.injecting import edits_of
     from prismreplay.run.results import report_of
     from prismreplay.run.running import RunOptions, run_sandbox
+    from prismreplay.run.spinning import read_spin
     from prismreplay.tensors.choices import read_choices
     from prismreplay.tensors.recorded import RecordedTensors
     from prismtrace.trace import open_trace
@@ -169,7 +170,7 @@ def run(
         quiet_stdout=json,
         shm_dir=shm_dir,
         check=RecordedTensors(folder) if check and folder is not None else None,
-        spins=() if spin is None else (spin,),
+        spins=() if spin is None else (read_spin(*spin),),
         assistants=(assistants or len(ranks)) if transport is Transport.REDUCED else 0,
     )
     bar = LateBar(len(ranks), "running")
@@ -189,7 +190,7 @@ def run(
     if json:
         console.print_json(report)
     else:
-        _print(report)
+        _print(report, spun=spin is not None)
 
 
 def _sources(graph: Path, tensors: list[str] | None) -> list[str]:
@@ -231,7 +232,7 @@ def _timing(
     return Timing(found)
 
 
-def _print(report: RunReport) -> None:
+def _print(report: RunReport, *, spun: bool) -> None:
     from prismcalib.durations import format_ns as ns
     from prismtrace.ranks import format_ranks
 
@@ -261,7 +262,7 @@ def _print(report: RunReport) -> None:
         ("time", f"{report.wall_s:.1f} s, {report.start_s:.1f} s of it to start"),
         ("logs", report.log_dir),
     ]
-    rows += _warnings(report)
+    rows += _warnings(report, spun=spun)
     for name, text in rows:
         print(f"{name + ':':<18} {text}")
     print()
@@ -275,7 +276,7 @@ _REPEATED = (
 )
 
 
-def _warnings(report: RunReport) -> list[tuple[str, object]]:
+def _warnings(report: RunReport, *, spun: bool) -> list[tuple[str, object]]:
     found: list[tuple[str, object]] = []
     if report.disturbed:
         found.append(
@@ -285,6 +286,8 @@ def _warnings(report: RunReport) -> list[tuple[str, object]]:
         found.append(("warning", f"{report.repeated_operations:,} {_REPEATED}"))
     if report.missing_operations:
         found.append(("note", f"{report.missing_operations:,} operations of the graph not made"))
+    if spun and not any(one.spun for one in report.ranks):
+        found.append(("warning", "--spin: no piece of the program has such a name"))
     if report.resized_operations:
         found.append(
             ("warning", f"{report.resized_operations:,} operations of other sizes than the graph's")

@@ -2,7 +2,9 @@
 
 Each plays all virtual members of some groups. The hub tells it which groups there are and, once
 all sandbox members have issued an operation, when the last member is there in the virtual world:
-then the assistant starts its part. What it sends are zeros: data come from the hub.
+then the assistant starts its part. What it sends are zeros, as results come from the hub; in a
+checking run, what makes the small group's all_reduces give these results, too
+(`prismreplay.run.compensation`), so that the ranks can compare.
 """
 
 from __future__ import annotations
@@ -25,9 +27,13 @@ from typing import Any
 
 import torch
 
+from prismreplay.collect.executor import Result
+from prismreplay.collect.handover import Parcel, ParcelWriter, Place, torch_dtype
+from prismreplay.collect.matching import Request
 from prismreplay.collect.messages import Channel, Message
 from prismreplay.collect.pool import detach
 from prismreplay.errors import RankFailedError
+from prismreplay.run.compensation import contribution
 from prismreplay.run.holding import Holder
 from prismreplay.run.ledger import Arrival, Ledger
 from prismreplay.run.real_group import gloo_group
@@ -41,7 +47,8 @@ from prismreplay.run.reduced import (
     perform,
 )
 from prismreplay.run.timekeeping import Released
-from prismreplay.runtime.operations import Op
+from prismreplay.runtime.operations import Call, Op, TensorSpec
+from prismtrace.schema import ReduceOp
 
 __all__ = ["Assistant", "Assistants", "name_of", "operation_tag", "participant", "start_assistant"]
 
@@ -122,6 +129,7 @@ class _Instance:
 
     ops: dict[int, Op] = field(default_factory=dict)
     released: int = 0
+    contribution: Parcel = field(default_factory=lambda: Parcel(b"", None, 0))
 
 
 class Assistants:
@@ -131,14 +139,20 @@ class Assistants:
         assistants: their processes.
         sandbox: ranks that run.
         ledger: what the processes of the run share.
+        place: where contributions are kept on their way; None: zeros will do.
     """
 
     def __init__(
-        self, assistants: Sequence[Assistant], sandbox: Sequence[int], ledger: Ledger
+        self,
+        assistants: Sequence[Assistant],
+        sandbox: Sequence[int],
+        ledger: Ledger,
+        place: Place | None = None,
     ) -> None:
         self.processes = tuple(assistants)
         self._sandbox = frozenset(sandbox)
         self._ledger = ledger
+        self._place = place
         self._groups: dict[str, Assistant] = {}
         self._instances: dict[Any, _Instance] = {}
         self._of_ticket: dict[tuple[int, int | None], Any] = {}
@@ -164,6 +178,33 @@ class Assistants:
         self._instances.setdefault(key, _Instance()).ops[rank] = op
         self._of_ticket[rank, ticket] = key
 
+    def performed(self, requests: Sequence[Request], result: Result) -> None:
+        """A collective's result is there: find what virtual members have to add to get it.
+
+        Args:
+            requests: of the sandbox members.
+            result: of one of them.
+        """
+        op = requests[0].op
+        instance = self._instances.get((op.group.key, op.seq))
+        if self._place is None or instance is None or op.call is not Call.ALL_REDUCE:
+            return
+        parcel, spans = result
+        given = [request.inputs.tensors(op.inputs) for request in requests]
+        writer = ParcelWriter(self._place)
+        for number, (spec, span) in enumerate(zip(op.inputs, spans, strict=True)):
+            exact = parcel.part(0 if span is None else span.offset, spec.shape, torch_dtype(spec))
+            writer.put_tensor(
+                contribution(
+                    exact,
+                    [tensors[number] for tensors in given],
+                    op.reduce_op or ReduceOp.SUM,
+                    group_size=op.group.size,
+                    factor=op.premul_factor,
+                )
+            )
+        instance.contribution = writer.finish()
+
     def released(self, one: Released) -> None:
         """It is known when an operation begins: the assistant plays its part then."""
         key = self._of_ticket.pop(one.ticket, None)
@@ -180,8 +221,13 @@ class Assistants:
             debts = [found.debt_ns for found in self._ledger.arrivals(list(instance.ops), name)]
             at_ns = one.ready_ns + max(debts, default=0)
             tag = operation_tag(op, ticket or 0)
-            message = ("play", op.group.key, tuple(map(tuple, steps)), at_ns, name, tag)
-            self._groups[op.group.key].channel.send(message)
+            added = instance.contribution
+            message = (
+                "play", op.group.key, tuple(map(tuple, steps)), at_ns, name, tag, added.data,
+                added.nbytes,
+            )  # fmt: skip
+            self._groups[op.group.key].channel.send(message, added.file)
+            added.close()
         if instance.released == (1 if op.call in P2P else len(members)):
             del self._instances[key]
 
@@ -227,7 +273,7 @@ class _Player:
         self._ledger = ledger
         self._holder = Holder()
         self._groups: dict[str, _SmallGroup] = {}
-        self._due: list[tuple[int, int, Message]] = []
+        self._due: list[tuple[int, int, Message, Parcel]] = []
         self._numbers = itertools.count()
         self._under_way: list[tuple[Any, Any]] = []
 
@@ -241,18 +287,18 @@ class _Player:
                 timeout = max(0.0, ahead / 1e9)
             try:
                 if select.select([self._channel], [], [], timeout)[0]:
-                    for message, _ in self._channel.receive_available():
-                        self._hear(message)
+                    for message, file in self._channel.receive_available():
+                        self._hear(message, file)
             except EOFError:
                 return
             if self._due and self._due[0][0] - time.monotonic_ns() <= _LOOK_AHEAD_NS:
-                at_ns, _, message = heapq.heappop(self._due)
+                at_ns, _, message, added = heapq.heappop(self._due)
                 self._holder.hold_until(at_ns)
-                self._play(message)
+                self._play(message, added)
             else:
                 self._under_way = [one for one in self._under_way if not one[0].is_completed()]
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: Message, file: int | None) -> None:
         if message[0] == "group":
             _, key, size, port = message
             # In threads, as sandbox ranks may meet in them in another order.
@@ -263,18 +309,24 @@ class _Player:
         group = self._groups[message[1]]
         # Operations of a group keep their order.
         group.last_ns = max(group.last_ns, message[3])
-        heapq.heappush(self._due, (group.last_ns, next(self._numbers), message))
+        added = Parcel(message[6], file, message[7])
+        heapq.heappush(self._due, (group.last_ns, next(self._numbers), message, added))
 
     def _make(self, key: str, size: int, port: int) -> None:
         self._groups[key].made = gloo_group(f"reduced/{key}", size - 1, size, port)
 
-    def _play(self, message: Message) -> None:
-        _, key, packed, at_ns, name, tag = message
+    def _play(self, message: Message, added: Parcel) -> None:
+        _, key, packed, at_ns, name, tag, _, _ = message
         group = self._groups[key]
         group.thread.join()
         if group.made is None:
             raise RuntimeError(f"no group {key}")
         steps = [Step(*one) for one in packed]
+        contributions = []
+        if added.nbytes:
+            specs = [TensorSpec((step.elements,), step.dtype) for step in steps]
+            contributions = added.tensors(specs)
+            added.close()
         now = time.monotonic_ns()
         self._ledger.arrive(self._name, name, Arrival(now, now - at_ns))
-        self._under_way += perform(steps, group.made, group.size - 1, tag, Buffers())
+        self._under_way += perform(steps, group.made, group.size - 1, tag, Buffers(contributions))

@@ -45,13 +45,13 @@ class RunClock:
         return machine - self.debt_ns - self._gained(machine)
 
     def late(self, delay_ns: int) -> None:
-        """An answer was that much too late."""
+        """An answer was that much too late; at its own pace."""
         self.late_ns += delay_ns
         self.late_answers += delay_ns > 0
         self.debt_ns += delay_ns
 
     def handed_over(self, cost_ns: int) -> None:
-        """Handing tensors over has taken so long."""
+        """Handing tensors over has taken so long; at its own pace."""
         self.handing_ns += cost_ns
         self.debt_ns += cost_ns
 

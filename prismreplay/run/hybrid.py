@@ -233,7 +233,10 @@ class HybridCoordinator(Coordinator):
             members.get(rank) or self._world.members.contribution(rank, last.rank, seen)
             for rank in last.op.group.ranks
         ]
-        for request, result in zip(ordered, self._performer.perform(ordered), strict=True):
+        results = self._performer.perform(ordered)
+        if self.assistants is not None:
+            self.assistants.performed(list(members.values()), results[0])
+        for request, result in zip(ordered, results, strict=True):
             if members.get(request.rank) is request:
                 self._finish(request, result)
 

@@ -27,7 +27,10 @@ class StepMark(NamedTuple):
 
 
 class RankSummary(NamedTuple):
-    """A rank at its end: how well operations' ends were met, and its debt, in ns."""
+    """A rank at its end: how well operations' ends were met, and its debt, in ns.
+
+    `spun` ranges of the program had another pace; see `prismreplay.run.spinning`.
+    """
 
     rank: int
     holds: int
@@ -38,6 +41,7 @@ class RankSummary(NamedTuple):
     late_ns: int
     handing_ns: int
     debt_ns: int
+    spun: int = 0
 
 
 class Memory:

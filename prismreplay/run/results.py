@@ -17,6 +17,7 @@ from prismreplay.run.hybrid import GroupUse
 from prismreplay.run.running import RunOutcome
 from prismreplay.run.small_groups import MovedSummary
 from prismreplay.tensors.prefetching import PrefetchReport
+from prismtrace.schema import TransferSource
 from prismtrace.trace import Trace, open_trace
 
 __all__ = ["Comparison", "GroupResult", "RankResult", "RunReport", "StepResult", "report_of"]
@@ -46,7 +47,7 @@ class RankResult:
     """A sandbox rank: times in ns, sizes in bytes, the most at the end of any step or in it.
 
     `hold_*_ns` say by how much ends of operations were missed that lay ahead; `late_answers`
-    came after their time, `late_ns` altogether; `handing_ns` went into handing tensors over.
+    came after their time, `late_ns` altogether; `handing_ns` went into handing tensors over. `spun` ranges of the program had another pace.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class RankResult:
     late_answers: int = 0
     late_ns: int = 0
     handing_ns: int = 0
+    spun: int = 0
     peak_resident_bytes: int = 0
     peak_allocated_bytes: int = 0
 
@@ -180,9 +182,12 @@ def report_of(
     for one in outcome.moved:
         moved[one.key].append(one)
     sources: Counter[str] = Counter()
-    for use in uses.values():
+    for key, use in uses.items():
         if set(use.ranks) - set(sandbox):
-            sources += use.transfer_sources
+            # What nobody knows is measured in the small group, if there is one.
+            unknown = TransferSource.REDUCED if moved[key] else TransferSource.NONE
+            for source, count in use.transfer_sources.items():
+                sources[unknown if source == TransferSource.NONE else source] += count
     return RunReport(
         output=outcome.output,
         world_size=graph.header.world_size,

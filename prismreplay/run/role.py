@@ -87,8 +87,8 @@ class SandboxRole(CollectRole):
         self._real.add(group.key)
         return gloo_group(f"real/{group.key}", group.rank, group.size, self.ledger.store_port)
 
-    def tell_summary(self) -> None:
-        """Tell the hub how this rank's times went; at its end."""
+    def tell_summary(self, spun: int = 0) -> None:
+        """Tell the hub how this rank's times went, at its end; `spun` ranges had another pace."""
         clock, holds = self.clock, self.holder.report()
         summary = RankSummary(
             rank=self.rank,
@@ -100,6 +100,7 @@ class SandboxRole(CollectRole):
             late_ns=clock.late_ns,
             handing_ns=clock.handing_ns,
             debt_ns=clock.debt_ns,
+            spun=spun,
         )
         self._connection.tell(("over", tuple(summary)))
         for moved in self._small.summaries():

@@ -21,6 +21,7 @@ from prismreplay.collect.programs import ProgramCall
 from prismreplay.errors import PlanError
 from prismreplay.plan import Plan, PlannedWorld
 from prismreplay.run.assistants import Assistant, Assistants, participant, start_assistant
+from prismreplay.run.checking import require_equal
 from prismreplay.run.clock import RunClock
 from prismreplay.run.following import Placed, followers_of
 from prismreplay.run.hub import Hub, serve_store
@@ -28,7 +29,7 @@ from prismreplay.run.hybrid import HybridCoordinator, World
 from prismreplay.run.ledger import Ledger
 from prismreplay.run.marks import Memory, RankSummary, StepMark
 from prismreplay.run.small_groups import MovedSummary
-from prismreplay.run.spinning import Spin, paces_of, spin, write_paces
+from prismreplay.run.spinning import Spin, Spinner
 from prismreplay.run.timekeeping import Entry, Timekeeper
 from prismreplay.run.virtual_members import VirtualMembers
 from prismreplay.runtime.operations import Op
@@ -265,9 +266,6 @@ class _Run:
         try:
             if complete:
                 said = timing()
-                write_paces(
-                    self._folder, paces_of(self._graph, self._options.sandbox, self._options.spins)
-                )
                 store = self._serve_store()
                 members = self._members()
                 followers = followers_of(self._graph, self._options.sandbox)
@@ -318,7 +316,7 @@ class _Run:
         recorded = self._options.check
         if recorded is None or placed.round_ or not op.inputs:
             return
-        recorded.require_equal(rank, replace(op, seq=placed.data_seq), inputs.tensors(op.inputs))
+        require_equal(recorded, rank, replace(op, seq=placed.data_seq), inputs)
 
     def _ticker(self, progress: Callable[[int, str], None] | None) -> Callable[[int], None] | None:
         if progress is None:
@@ -402,7 +400,7 @@ def _observe(
     Holder(clock.machine).hold_until(ledger.origin_ns)
     writer = SpanWriter(folder / f"rank{rank}.spool", rank=rank, world_size=world_size)
     recorder = make_recorder(writer, clock=clock.now)
-    spin(folder, recorder.position, clock)
+    spinner = Spinner(options.spins, recorder.position, clock)
     roles: list[SandboxRole] = []
 
     def make_role(connection: Any, place: Place) -> SandboxRole:
@@ -423,7 +421,7 @@ def _observe(
 
     def finish() -> None:
         recorder.finish()
-        roles[0].tell_summary()
+        roles[0].tell_summary(spinner.entered)
 
     return Observed(
         recorder,
@@ -441,6 +439,10 @@ def _mark_steps(rank: int, recorder: Any, clock: RunClock, connection: Any) -> N
 
     def mark() -> None:
         over()
+        with clock.at_its_own_pace():
+            tell()
+
+    def tell() -> None:
         begun = clock.machine()
         mark = StepMark(
             rank,

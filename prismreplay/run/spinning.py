@@ -1,87 +1,91 @@
-"""Named pieces of the program that count as faster or slower than they are, for planning."""
+"""Named pieces of the program that count as faster or slower than they are, for planning.
+
+The program names pieces: ``with torch.profiler.record_function("attention"): ...``. While it is
+in such a range, its clock runs at another pace; waits inside take the time that they take.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import polars as pl
-
-from prismcalib.predicates import RowPicker
 from prismreplay.errors import PlanError
 from prismreplay.run.clock import RunClock
 from prismreplay.runtime.program_position import ProgramPosition
-from prismtrace.schema import Kind
-from prismtrace.trace import Trace
 
-__all__ = ["Spin", "paces_of", "spin", "write_paces"]
+__all__ = ["Spin", "Spinner", "read_spin"]
 
-_FILE = "paces.json"
-
-Spin = tuple[str, float]
-"""A predicate over the rows of the graph, and the factor of what it names."""
+_FORM = re.compile(r"""\s*name\s*(?P<how>=|~)\s*(?P<quote>["']?)(?P<text>.+?)(?P=quote)\s*""")
 
 
-def paces_of(graph: Trace, sandbox: Sequence[int], spins: Sequence[Spin]) -> dict[str, float]:
-    """Factors by the names of the program's ranges.
+class Spin(NamedTuple):
+    """Ranges whose names fit the pattern take `factor` times as long as they do."""
 
-    Args:
-        graph: of the job.
-        sandbox: ranks that execute.
-        spins: later ones count where several name a piece.
+    pattern: str
+    factor: float
+
+
+def read_spin(where: str, factor: float) -> Spin:
+    """A spin as people type it: ``name = "attention"``, ``name ~ "attn|mlp"`` (a pattern).
 
     Raises:
-        PredicateError: a predicate is none.
-        PlanError: it names no piece of the sandbox ranks' programs.
+        PlanError: it is none.
     """
-    if not spins:
-        return {}
-    rows = graph.nodes.filter(pl.col("rank").is_in(list(sandbox))).collect()
-    picker = RowPicker(rows, graph.header)
-    paces: dict[str, float] = {}
-    for where, factor in spins:
-        picked = rows.filter(pl.Series(picker.pick(where)))
-        computing = picked.filter(pl.col("kind").cast(pl.String) == Kind.COMPUTE.value)
-        # Pieces without a range are called after their phase.
-        named = pl.col("name").cast(pl.String) != pl.col("phase").cast(pl.String).fill_null("")
-        names = computing.filter(named)["name"].cast(pl.String).drop_nulls().unique().to_list()
-        if not names:
-            raise PlanError(
-                f"--spin {where}: no named piece of the sandbox ranks' programs fits",
-                hint="name pieces in the program: with torch.profiler.record_function('attention')",
-            )
-        paces.update(dict.fromkeys(names, factor))
-    return paces
+    match = _FORM.fullmatch(where)
+    if match is None:
+        raise _wrong(where, "it does not name a piece of the program")
+    if not 0 <= factor < float("inf"):
+        raise _wrong(where, f"a factor is a number from 0 on, not {factor}")
+    text = match["text"]
+    if match["how"] == "=":
+        return Spin(f"^{re.escape(text)}$", factor)
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise _wrong(where, f"no pattern: {error}") from error
+    return Spin(text, factor)
 
 
-def write_paces(folder: Path, paces: Mapping[str, float]) -> None:
-    """Tell the ranks, which read it when they begin."""
-    (folder / _FILE).write_text(json.dumps(paces), encoding="utf-8")
+def _wrong(where: str, why: str) -> PlanError:
+    return PlanError(f"--spin {where}: {why}", hint="for example: --spin 'name ~ \"attn\"' 0.8")
 
 
-def spin(folder: Path, position: ProgramPosition, clock: RunClock) -> None:
-    """In a rank: have its clock run at the pace of the range that the program is in."""
-    paces: dict[str, float] = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-    if not paces:
-        return
-    inside: list[tuple[str, float]] = []
-    begin, end = position.begin_range, position.end_range
+class Spinner:
+    """Sets the pace of a rank's clock while the program is in certain ranges.
 
-    def begin_range(name: str) -> None:
-        begin(name)
-        if name in paces:
-            inside.append((name, paces[name]))
-            clock.run_at(paces[name])
+    Attributes:
+        entered: ranges that fitted.
+    """
 
-    def end_range(name: str) -> None:
-        for at in range(len(inside) - 1, -1, -1):
-            if inside[at][0] == name:
-                del inside[at]
-                break
-        end(name)
-        clock.run_at(inside[-1][1] if inside else 1.0)
+    def __init__(self, spins: Sequence[Spin], position: ProgramPosition, clock: RunClock) -> None:
+        self.entered = 0
+        if not spins:
+            return
+        inside: list[tuple[str, float]] = []
+        begin, end = position.begin_range, position.end_range
 
-    changed: Any = position
-    changed.begin_range, changed.end_range = begin_range, end_range
+        @functools.cache
+        def factor_of(name: str) -> float | None:
+            # Later ones count where several fit.
+            fitting = [spin.factor for spin in spins if re.search(spin.pattern, name)]
+            return fitting[-1] if fitting else None
+
+        def begin_range(name: str) -> None:
+            begin(name)
+            factor = factor_of(name)
+            if factor is not None:
+                self.entered += 1
+                inside.append((name, factor))
+                clock.run_at(factor)
+
+        def end_range(name: str) -> None:
+            end(name)
+            places = [at for at, (known, _) in enumerate(inside) if known == name]
+            if places:
+                del inside[places[-1]]
+                clock.run_at(inside[-1][1] if inside else 1.0)
+
+        changed: Any = position
+        changed.begin_range, changed.end_range = begin_range, end_range

@@ -6,7 +6,7 @@ from importlib import util
 
 import pytest
 
-BESIDE_TORCH = {"collect", "tensors"}
+BESIDE_TORCH = {"collect", "run", "tensors"}
 
 
 class _Skipped(pytest.Module):

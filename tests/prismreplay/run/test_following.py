@@ -1,0 +1,92 @@
+"""Programs along their graphs: as long as them, longer, shorter, and others."""
+
+from __future__ import annotations
+
+import pytest
+
+from prismreplay.errors import PlanError
+from prismreplay.plan import OpKey
+from prismreplay.run.following import followers_of
+from prismreplay.runtime.operations import Call
+from tests.prismreplay.run.jobs import job, operation, program
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return job()
+
+
+def key_of(row):
+    if row["kind"] == "send":
+        return OpKey(row["group"], row["seq"], row["rank"], row["peer"])
+    if row["kind"] == "recv":
+        return OpKey(row["group"], row["seq"], row["peer"], row["rank"])
+    return OpKey(row["group"], row["seq"])
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_every_operation_is_found(trace, rank):
+    follower = followers_of(trace, [rank])[rank]
+    for row, op in program(trace, rank):
+        placed = follower.place(op)
+        assert (placed.key, placed.round_, placed.step) == (key_of(row), 0, row["step"])
+        assert placed.data_seq == row["seq"]
+    assert (follower.missing, follower.repeated, follower.resized) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("rank", [0, 3, 6])
+def test_longer_programs_repeat_the_last_step(trace, rank):
+    follower = followers_of(trace, [rank])[rank]
+    made = list(program(trace, rank))
+    last = [(row, op) for row, op in made if row["step"] == trace.header.steps[-1]]
+    after = [
+        (row, op) for row, op in made if row["step"] is None and row["index"] > last[-1][0]["index"]
+    ]
+    for _, op in made[: len(made) - len(after)]:
+        follower.place(op)
+    for round_ in (1, 2):
+        for row, op in last:
+            placed = follower.place(op)
+            assert (placed.key, placed.round_) == (key_of(row), round_)
+    assert follower.repeated == 2 * len(last)
+
+
+def test_shorter_programs_leave_steps_out(trace):
+    follower = followers_of(trace, [1])[1]
+    first = [op for row, op in program(trace, 1) if row["step"] in (None, trace.header.steps[0])]
+    for op in first:
+        follower.place(op)
+    assert follower.missing > 0
+
+
+def test_another_program_is_told_its_line(trace):
+    follower = followers_of(trace, [0])[0]
+    row, _ = next((row, op) for row, op in program(trace, 0) if row["kind"] == "all_reduce")
+    with pytest.raises(PlanError, match="rank 0 makes barrier") as caught:
+        follower.place(operation(trace, row, call=Call.BARRIER))
+    assert caught.value.where == "train.py:7 in main"
+
+
+def test_another_group_is_refused(trace):
+    follower = followers_of(trace, [0])[0]
+    _, op = next(program(trace, 0))
+    op.group.name = "another"
+    with pytest.raises(PlanError, match="no such group"):
+        follower.place(op)
+
+
+def test_other_sizes_are_counted(trace):
+    follower = followers_of(trace, [0])[0]
+    row, op = next(program(trace, 0))
+    follower.place(operation(trace, row, payload_bytes=op.payload_bytes + 1))
+    assert follower.resized == 1
+
+
+def test_a_receive_from_anyone_comes_from_who_sent(trace):
+    rank = 4
+    follower = followers_of(trace, [rank])[rank]
+    for row, op in program(trace, rank):
+        asked = operation(trace, row, peer=None, seq=None) if row["kind"] == "recv" else op
+        placed = follower.place(asked)
+        if row["kind"] == "recv":
+            assert (placed.peer, placed.data_seq) == (row["peer"], row["seq"])
