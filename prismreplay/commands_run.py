@@ -294,6 +294,14 @@ def _warnings(report: RunReport, *, spun: bool) -> list[tuple[str, object]]:
         )
     if report.checked:
         found.append(("checked", "all that sandbox ranks sent is what was recorded"))
+    compared = [one for one in report.groups if one.compared]
+    if compared:
+        count = sum(one.compared for one in compared)
+        worst = max(one.largest_difference for one in compared)
+        text = (
+            f"{count:,} all_reduces gave the exact result, to {worst:.2f} of its type's precision"
+        )
+        found.append(("small groups", text))
     return found
 
 

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from prismreplay.collect.executor import Result
 from prismreplay.collect.handover import Parcel, ParcelWriter, Place, torch_dtype
 from prismreplay.collect.matching import Request
 from prismreplay.collect.messages import Channel, Message
@@ -178,7 +177,7 @@ class Assistants:
         self._instances.setdefault(key, _Instance()).ops[rank] = op
         self._of_ticket[rank, ticket] = key
 
-    def performed(self, requests: Sequence[Request], result: Result) -> None:
+    def performed(self, requests: Sequence[Request], result: tuple[Parcel, Sequence[Any]]) -> None:
         """A collective's result is there: find what virtual members have to add to get it.
 
         Args:

@@ -21,7 +21,7 @@ import torch
 
 from prismtrace.schema import ReduceOp
 
-__all__ = ["contribution", "finished"]
+__all__ = ["contribution", "difference", "finished"]
 
 Tensor = Any
 
@@ -79,3 +79,20 @@ def finished(total: Tensor, op: ReduceOp, group_size: int) -> Tensor:
     if total.is_floating_point() or total.is_complex():
         return total / group_size
     return torch.div(total, group_size, rounding_mode="trunc")
+
+
+def difference(found: Tensor, exact: Tensor) -> float:
+    """The largest difference of two results, in steps of their type at the largest element.
+
+    Of whole numbers: the largest difference itself.
+    """
+    if exact.numel() == 0:
+        return 0.0
+    if exact.is_complex():
+        found, exact = torch.view_as_real(found), torch.view_as_real(exact)
+    if not exact.is_floating_point():
+        return float((found.to(torch.int64) - exact.to(torch.int64)).abs().max())
+    wide, right = found.to(torch.float64), exact.to(torch.float64)
+    largest = float(right.abs().max())
+    step = float(torch.finfo(exact.dtype).eps) * (largest or 1.0)
+    return float((wide - right).abs().max()) / step

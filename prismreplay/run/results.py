@@ -81,7 +81,8 @@ class GroupResult:
     `transport` is `real` (torch's own backend), `local` (through the hub, with timed ends),
     or `reduced` (a real group with an assistant). Of the latter, `reduced_transfer_ns` is how
     long the small group's operations took (the median), and `assistant_late_ns` by how much the
-    assistant usually came too late.
+    assistant usually came too late. In a checking run, `compared` of its all_reduces were put beside
+    the exact results; `largest_difference` counts in the least that the type can tell apart.
     """
 
     name: str
@@ -93,6 +94,8 @@ class GroupResult:
     nbytes: int
     reduced_transfer_ns: int | None = None
     assistant_late_ns: int | None = None
+    compared: int = 0
+    largest_difference: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -311,6 +314,8 @@ def _group(use: GroupUse, sandbox: Sequence[int], moved: Sequence[MovedSummary])
         transport=transport,
         operations=use.operations,
         nbytes=use.nbytes,
+        compared=sum(one.compared for one in moved),
+        largest_difference=max((one.largest_difference for one in moved), default=0.0),
         reduced_transfer_ns=_median([one.transfer_ns for one in moved]),
         assistant_late_ns=_median([one.late_ns for one in moved]),
     )

@@ -44,6 +44,7 @@ class SandboxRole(CollectRole):
         recorder: of this rank, which has issued an operation just before it is submitted.
         real_groups: have torch's backend perform what sandbox ranks do among themselves.
         assistants: processes that play virtual ranks in real groups.
+        check: compare what small groups give with the exact results.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class SandboxRole(CollectRole):
         recorder: GraphRecorder,
         real_groups: bool = True,
         assistants: int = 0,
+        check: bool = False,
     ) -> None:
         super().__init__(connection, place, lambda: recorder.position.step)
         self.connection = connection
@@ -68,7 +70,8 @@ class SandboxRole(CollectRole):
         self.ledger = ledger
         self.recorder = recorder
         self._makes_groups = real_groups
-        self._small = SmallGroups(rank, self._sandbox, assistants, ledger)
+        self.checks = check
+        self._small = SmallGroups(rank, self._sandbox, assistants, ledger, check=check)
         self._real: set[str] = set()
 
     def make_real_group(self, group: Group, backends: dict[str, str]) -> Any:
@@ -201,6 +204,13 @@ class _HubPending:
             if transfer_ns is not None and ready_ns is not None:
                 self._end_ns = ready_ns + transfer_ns
         parcel = Parcel(data, file, nbytes)
+        if self._small is not None and self._role.checks:
+            exact = [
+                parcel.part(span[0], (output.numel(),), output.dtype)
+                for output, span in zip(self._outputs, spans, strict=True)
+                if span is not None
+            ]
+            self._small.compare(exact)
         for output, span in zip(self._outputs, spans, strict=True):
             if span is not None:
                 fill(output, parcel, Span(*span))

@@ -248,7 +248,8 @@ class _Run:
                 self.coordinator, ranks, self._logs, self._ledger, self._ticker(progress)
             )
             self.hub.watch_output(pipes)
-            helpers = Assistants(assistants, sandbox, self._ledger)
+            place = self._job.place if self._options.check is not None else None
+            helpers = Assistants(assistants, sandbox, self._ledger, place)
             if assistants:
                 self.hub.employ(helpers)
             try:
@@ -414,6 +415,7 @@ def _observe(
             recorder=recorder,
             real_groups=options.real_groups and options.check is None,
             assistants=options.assistants,
+            check=options.check is not None,
         )
         roles.append(role)
         _mark_steps(rank, recorder, clock, connection)

@@ -10,10 +10,12 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from prismreplay.run.assistants import name_of, operation_tag, participant
+from prismreplay.run.compensation import difference, finished
 from prismreplay.run.ledger import Arrival, Ledger
 from prismreplay.run.real_group import gloo_group
 from prismreplay.run.reduced import P2P, Buffers, is_reducible, members_of, perform, steps_of
-from prismreplay.runtime.operations import Group, Op
+from prismreplay.runtime.operations import Call, Group, Op
+from prismtrace.schema import ReduceOp
 
 __all__ = ["MovedSummary", "SmallGroups", "SmallWork"]
 
@@ -25,6 +27,8 @@ class MovedSummary(NamedTuple):
 
     `transfer_ns` is from when the last of the small group was there until it was over;
     `late_ns` by how much the assistant was later than its time and the last sandbox member.
+    Of a checking run: all_reduces whose result was `compared` with the exact one, and the largest
+    difference, as a multiple of what the type can tell apart at the result's largest element.
     """
 
     key: str
@@ -33,6 +37,8 @@ class MovedSummary(NamedTuple):
     most_transfer_ns: int
     late_ns: int
     most_late_ns: int
+    compared: int = 0
+    largest_difference: float = 0.0
 
 
 class SmallGroups:
@@ -43,15 +49,26 @@ class SmallGroups:
         sandbox: ranks that run.
         assistants: how many there are; 0: no group is a small one.
         ledger: what the processes of the run share.
+        check: assistants add what makes the small groups' all_reduces give the exact result.
     """
 
-    def __init__(self, rank: int, sandbox: frozenset[int], assistants: int, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        rank: int,
+        sandbox: frozenset[int],
+        assistants: int,
+        ledger: Ledger,
+        *,
+        check: bool = False,
+    ) -> None:
         self._rank = rank
         self._sandbox = sandbox
         self._assistants = tuple(map(participant, range(assistants)))
         self._ledger = ledger
         self._groups: dict[str, Any] = {}
         self._found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        self._check = check
+        self._differences: dict[str, list[float]] = defaultdict(list)
 
     def wants(self, group: Group) -> bool:
         """Whether an assistant takes part in this group."""
@@ -85,6 +102,10 @@ class SmallGroups:
         if made is None or not is_reducible(op, self._sandbox):
             return None
         members = members_of(op.group.ranks, self._sandbox)
+        if self._check and op.call is Call.ALL_REDUCE:
+            outputs = [one.detach().contiguous() for one in outputs]
+            for one in outputs if op.premul_factor is not None else ():
+                one.mul_(op.premul_factor)
         name = name_of(op, self._rank)
         self._ledger.arrive(self._rank, name, Arrival(time.monotonic_ns(), debt_ns))
         place, tag = members.index(self._rank), operation_tag(op, ticket)
@@ -104,6 +125,14 @@ class SmallGroups:
         self._found[op.group.key].append((took, max(0, assistant.machine_ns - due_ns)))
         return took
 
+    def compare(self, op: Op, own: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
+        """Keep by how much all_reduces of the small group differ from those of the large one."""
+        if op.call is not Call.ALL_REDUCE:
+            return
+        for here, there in zip(own, exact, strict=True):
+            found = finished(here, op.reduce_op or ReduceOp.SUM, op.group.size)
+            self._differences[op.group.key].append(difference(found, there))
+
     def summaries(self) -> list[MovedSummary]:
         """What was measured."""
         return [
@@ -114,6 +143,8 @@ class SmallGroups:
                 max(took for took, _ in found),
                 round(statistics.median(late for _, late in found)),
                 max(late for _, late in found),
+                len(self._differences[key]),
+                max(self._differences[key], default=0.0),
             )
             for key, found in self._found.items()
         ]
@@ -143,6 +174,14 @@ class SmallWork:
         if not self._ended_ns:
             self._note_end()
         return self._groups.measure(self._op, self._name, self._ended_ns)
+
+    def compare(self, exact: Sequence[Tensor]) -> None:
+        """In a checking run, after `wait`: see how good the small group's result is.
+
+        Args:
+            exact: the operation's results, flat.
+        """
+        self._groups.compare(self._op, [data for _, data in self._works], exact)
 
     def done(self) -> bool:
         """True once `wait` would not block."""

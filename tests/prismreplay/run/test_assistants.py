@@ -54,6 +54,15 @@ def test_the_report_says_what_the_small_group_measured(graph, tmp_path):
 
 
 @pytest.mark.slow
+def test_small_groups_give_the_exact_result_but_for_rounding(graph, tmp_path):
+    done = run(graph, tmp_path, "--check", "--json", "--", PROGRAM)
+    assert done.returncode == 0, done.stderr
+    (group,) = json.loads(done.stdout)["groups"]
+    assert group["compared"] == 2
+    assert group["largest_difference"] <= 1
+
+
+@pytest.mark.slow
 def test_a_lost_assistant_ends_the_run_at_once(graph, tmp_path):
     started = time.monotonic()
     done = run(graph, tmp_path, "--", PROGRAM, "now")

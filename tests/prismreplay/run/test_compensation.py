@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 
 from prismreplay.collect.gloo_order import reduce_in_order  # noqa: E402
-from prismreplay.run.compensation import contribution, finished  # noqa: E402
+from prismreplay.run.compensation import contribution, difference, finished  # noqa: E402
 from prismtrace.schema import ReduceOp  # noqa: E402
 
 
@@ -71,3 +71,18 @@ def test_premultiplied_sums():
 def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match="differ in shape"):
         contribution(torch.zeros(3), [torch.zeros(4)], ReduceOp.SUM, group_size=2)
+
+
+@pytest.mark.parametrize(
+    ("found", "exact", "steps"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), 0),
+        (torch.tensor([1 + 2**-23, 0.5]), torch.tensor([1.0, 0.5]), 1),
+        (torch.tensor([3, -5]), torch.tensor([3, -3]), 2),
+        (torch.tensor([1 + 1j]), torch.tensor([1 + 1j]), 0),
+        (torch.empty(0), torch.empty(0), 0),
+        (torch.tensor([2.0**-23]), torch.zeros(1), 1),
+    ],
+)
+def test_differences(found, exact, steps):
+    assert difference(found, exact) == steps
