@@ -79,9 +79,13 @@ class Bench:
         """Times of communications on this machine, measured once; None without the command."""
         table = self.work / "comm.parquet"
         if not table.is_file():
-            sizes = ("--nproc", str(min(8, len(self.cores))), "--group-sizes", "2,4,8")
+            members = [count for count in (2, 4, 8, 16) if count <= len(self.cores)]
+            options = [
+                *("--nproc", str(members[-1]), "--group-sizes", ",".join(map(str, members))),
+                *("--sizes", "1K-16M", "--factor", "8", "--rounds", "3", "-o", str(table)),
+            ]
             try:
-                self.command("comm-bench", "comm-bench", *sizes, "-o", str(table))
+                self.command("comm-bench", "comm-bench", *options)
             except subprocess.CalledProcessError:
                 return None
         return table if table.is_file() else None

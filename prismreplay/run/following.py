@@ -74,10 +74,11 @@ class _Channel:
     done: int = 0
     after: int = 0
 
-    def candidates(self) -> Iterator[tuple[int, int]]:
+    def candidates(self, doubtful: int) -> Iterator[tuple[int, int]]:
         """Nodes that the next operation may be, likeliest first, with their rounds.
 
-        Those that follow the last step have round -1.
+        Those that follow the last step have round -1. If the training goes on, so many
+        `doubtful` operations that seemed to follow it were its next ones.
         """
         begin, end = self.last
         following = range(end + self.after, len(self.nodes))
@@ -86,7 +87,7 @@ class _Channel:
         elif following:
             yield following[0], _AFTER
         if self.done >= end > begin:
-            again, offset = divmod(self.done - end, end - begin)
+            again, offset = divmod(self.done + doubtful - end, end - begin)
             yield begin + offset, again + 1
         for number in following:
             yield number, _AFTER
@@ -130,9 +131,11 @@ class GraphFollower:
         if channel is None:
             raise self._unlike(op, "the graph has none in this group")
         nodes = channel.nodes
-        fitting = [one for one in channel.candidates() if _fits(nodes[one[0]], op)]
+        doubtful = sum(one is channel for one, _ in self._doubtful)
+        candidates = list(channel.candidates(doubtful))
+        fitting = [one for one in candidates if _fits(nodes[one[0]], op)]
         if not fitting:
-            first = next(channel.candidates(), None)
+            first = next(iter(candidates), None)
             has = "the graph ends there" if first is None else f"it is {nodes[first[0]].kind} there"
             raise self._unlike(op, has)
         exact = [one for one in fitting if nodes[one[0]].bytes == op.payload_bytes]

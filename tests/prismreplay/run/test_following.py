@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import polars as pl
 import pytest
 
 from prismreplay.errors import PlanError
 from prismreplay.plan import OpKey
 from prismreplay.run.following import followers_of
 from prismreplay.runtime.operations import Call
+from prismtrace.trace import open_trace
 from tests.prismreplay.run.jobs import job, operation, program
+from tests.prismreplay.slicing.jobs import bare_graph
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +54,28 @@ def test_longer_programs_repeat_the_last_step(trace, rank):
             placed = follower.place(op)
             assert (placed.key, placed.round_) == (key_of(row), round_)
     assert follower.repeated == 2 * len(last)
+
+
+def test_what_seemed_to_follow_the_training_is_the_next_step_s_when_it_goes_on(tmp_path):
+    # As programs do that sum the loss once the optimizer is done: of the last step it has none.
+    bare = open_trace(bare_graph(tmp_path / "bare.parquet", 2, [("dp", range(2))], 2, 2))
+    steps, sizes = {0: 0, 1: 1, 2: 1, 3: None}, {0: 1000, 1: 4, 2: 1000, 3: 4}
+    trace = replace(
+        bare,
+        nodes=bare.nodes.with_columns(
+            step=pl.col("seq").replace_strict(steps, default=pl.col("step"), return_dtype=pl.Int32),
+            bytes=pl.col("seq").replace_strict(sizes, default=None, return_dtype=pl.Int64),
+        ),
+    )
+    follower = followers_of(trace, [0])[0]
+    rows = trace.nodes.filter(pl.col("rank") == 0, pl.col("seq").is_not_null()).collect()
+    gradients, loss = (operation(trace, row) for row in rows.head(2).iter_rows(named=True))
+    found = [follower.place(op) for op in (gradients, loss) * 4]
+    # The loss may be the last; once the training goes on, it was that of the step before.
+    names = [(place.key.seq, place.round_) for one in found for place in [one.otherwise or one]]
+    assert names == [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1), (1, 2), (2, 2), (1, 3)]
+    assert [(one.key.seq, one.round_) for one in found[3::2]] == [(3, 0)] * 3
+    assert follower.resized == 0
 
 
 def test_shorter_programs_leave_steps_out(trace):
