@@ -2,12 +2,13 @@
 
     python benchmarks/plan_scaling.py                   64 to 1 024 ranks
     python benchmarks/plan_scaling.py --ranks 8192      19 million rows
-    python benchmarks/plan_scaling.py --microbatches 16 --ranks 64 --ranks 8192
+    python benchmarks/plan_scaling.py --microbatches 8 --steps 2 --replicas --ranks 64 --ranks 8192
     python benchmarks/plan_scaling.py --trace merged.parquet --sandbox 0-7
 
 Makes a job and merges it (not counted; `--keep` finds it again), then compiles a plan in a fresh
 process and lets sandbox ranks arrive at all their operations, as a run does. What should not
-grow with the world: vertices, edges, and microseconds per operation.
+grow with the world: vertices, edges, and microseconds per operation. With `--replicas` all worlds
+have the same pipeline and differ in the number of its replicas only.
 """
 
 from __future__ import annotations
@@ -78,17 +79,18 @@ def measure(trace: Path, sandbox: str) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
-def merged(world: int, folder: Path, microbatches: int) -> Path:
+def merged(options: argparse.Namespace, world: int, scratch: str) -> Path:
     """The calibrated trace of a made-up job; made if it is not there."""
-    folder = folder / f"{world}-{microbatches}"
+    shape = {"pp": 4, "tp": 8, "dp": world // 32} if options.replicas else SIZES[world]
+    size = {**shape, **GROWTH, "microbatches": options.microbatches, "steps": options.steps}
+    name = f"{world}-" + "-".join(str(number) for number in size.values())
+    folder = (options.keep or Path(scratch)) / name
     folder.mkdir(parents=True, exist_ok=True)
     trace = folder / "merged.parquet"
     if not trace.exists():
-        size = {**SIZES[world], **GROWTH, "microbatches": microbatches}
         spec = synth.JobSpec(**size, launch_gap_ns=2000, memory=False)
-        slices = sorted(folder.glob("slice-*.parquet")) or campaign(
-            spec, folder, max(world // 64, 8)
-        )
+        ranks = max(world // 64, 8)
+        slices = sorted(folder.glob("slice-*.parquet")) or campaign(spec, folder, ranks)
         run(["merge", *map(os.fspath, slices), "-o", os.fspath(trace), "--json", "--columns-only"])
     return trace
 
@@ -97,6 +99,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, choices=SIZES, action="append")
     parser.add_argument("--microbatches", type=int, default=GROWTH["microbatches"])
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--replicas", action="store_true", help="the same pipeline in all worlds")
     parser.add_argument("--trace", type=Path, help="this calibrated trace instead")
     parser.add_argument("--sandbox", action="append", help="sandbox ranks; default: 0, and 0-7")
     parser.add_argument("--keep", type=Path, help="make (or find) the jobs in this folder")
@@ -104,8 +108,7 @@ def main() -> None:
     print("  ranks sandbox    wall s   CPU s  peak MiB  operations  vertices   edges  us/operation")
     with tempfile.TemporaryDirectory() as scratch:
         for world in options.ranks or (64, 256, 1024):
-            folder = options.keep or Path(scratch)
-            trace = options.trace or merged(world, folder, options.microbatches)
+            trace = options.trace or merged(options, world, scratch)
             for sandbox in options.sandbox or ("0", "0-7"):
                 cost = measure(trace, sandbox)
                 print(

@@ -9,6 +9,11 @@ shares its label, where several meet the labels are united.
 A pair is left out when another one is never earlier.  What is known for that is `least[b, a]`:
 a lower bound of ready(b) - ready(a), from the labels of b, and 0 where only sandbox ranks lie
 between, whose durations are not known before they run.
+
+A junction that depends on few boundary operations in the end, through whatever other junctions,
+has a *flat* label as well. Where many such junctions meet (the replicas of a job, which all began
+the step after the same operations) their flat labels take their places: the union is no longer
+than one of them.
 """
 
 from __future__ import annotations
@@ -23,6 +28,9 @@ __all__ = ["BAND", "trace_labels"]
 
 BAND = 1024
 """A source is compared with this many before it; with older ones nothing is left out."""
+
+LONGEST_FLAT = 16
+"""Pairs of a flat label."""
 
 _NONE = -(2**62)
 
@@ -83,10 +91,19 @@ def trace_labels(
     edge_source = np.empty(1024, np.int32)
     edge_weight = np.empty(1024, np.int64)
     edges = 0
+    # Flat labels of junctions: source -> flat_source[flat_first :][: flat_count].
+    flat_first = np.zeros(room, np.int64)
+    flat_count = np.zeros(room, np.int32)
+    flat_source = np.empty(1024, np.int32)
+    flat_weight = np.empty(1024, np.int64)
+    flats = 0
     # A union in the making: sources met, and the largest weight of each.
     met = np.empty(1024, np.int32)
     weight_of = np.full(room, _NONE, np.int64)
-    # A second one: what a sandbox row or a boundary operation comes after, weights 0.
+    # Another one, flat.
+    flat_met = np.empty(1024, np.int32)
+    weight_flat = np.full(room, _NONE, np.int64)
+    # A third one: what a sandbox row or a boundary operation comes after, weights 0.
     past = np.empty(1024, np.int32)
     is_past = np.zeros(room, np.bool_)
 
@@ -165,6 +182,32 @@ def trace_labels(
             event = crossing[order[at]]
         limit = longest_shared if virtual > 1 else longest
         makes_source = boundary or event or (virtual > 0 and n_met > limit)
+        n_flat = 0
+        if makes_source and n_met > longest_shared:
+            # --- the same in terms of what its junctions depend on, if that is much shorter
+            most = max(n_met, LONGEST_FLAT)
+            if most > len(flat_met):
+                flat_met = np.empty(2 * most, np.int32)
+            n_flat = _flattened(
+                met,
+                n_met,
+                weight_of,
+                flat_first,
+                flat_count,
+                flat_source,
+                flat_weight,
+                flat_met,
+                weight_flat,
+                most,
+            )
+            n_flat = _without_superfluous(flat_met, n_flat, weight_flat, least)
+            if 0 < 2 * n_flat <= n_met:
+                for i in range(n_met):
+                    weight_of[met[i]] = _NONE
+                for i in range(n_flat):
+                    met[i] = flat_met[i]
+                    weight_of[met[i]] = weight_flat[met[i]]
+                n_met = n_flat
         if makes_source:
             if sources == room:
                 room *= 2
@@ -179,6 +222,11 @@ def trace_labels(
                 more = np.full(room, _NONE, np.int64)
                 more[:sources] = weight_of
                 weight_of = more
+                more = np.full(room, _NONE, np.int64)
+                more[:sources] = weight_flat
+                weight_flat = more
+                flat_first = _grown64(flat_first)
+                flat_count = _grown32(flat_count)
                 flags = np.zeros(room, np.bool_)
                 flags[:sources] = is_past
                 is_past = flags
@@ -186,6 +234,16 @@ def trace_labels(
             sources += 1
             kind[new] = _BOUNDARY if boundary else (_EVENT if event else _JUNCTION)
             owner[new] = number if boundary else (order[at] if event else -1)
+            flat_first[new], flat_count[new] = flats, 0
+            if kind[new] == _JUNCTION and n_flat <= LONGEST_FLAT:
+                flat_count[new] = n_flat
+                while flats + n_flat > len(flat_source):
+                    flat_source = _grown32(flat_source)
+                    flat_weight = _grown64(flat_weight)
+                for i in range(n_flat):
+                    flat_source[flats] = flat_met[i]
+                    flat_weight[flats] = weight_flat[flat_met[i]]
+                    flats += 1
             while edges + n_met > len(edge_source):
                 edge_source = _grown32(edge_source)
                 edge_weight = _grown64(edge_weight)
@@ -235,6 +293,8 @@ def trace_labels(
                     pool_source[pool] = past[i]
                     pool_weight[pool] = 0
                     pool += 1
+        for i in range(n_flat):
+            weight_flat[flat_met[i]] = _NONE
         for k in range(at, last):
             row = order[k]
             first[row], count[row] = label, length
@@ -247,6 +307,41 @@ def trace_labels(
         edge_source[:edges],
         edge_weight[:edges],
     )
+
+
+@compiled
+def _flattened(
+    met: Any,
+    n_met: int,
+    weight_of: Any,
+    flat_first: Any,
+    flat_count: Any,
+    flat_source: Any,
+    flat_weight: Any,
+    flat_met: Any,
+    weight_flat: Any,
+    most: int,
+) -> int:
+    """Unite the flat labels of junctions, and other pairs; how many pairs, 0: more than `most`."""
+    n_flat = 0
+    for i in range(n_met):
+        junction = met[i]
+        base = weight_of[junction]
+        count = flat_count[junction]
+        for j in range(max(1, count)):
+            source, weight = junction, base
+            if count > 0:
+                source = flat_source[flat_first[junction] + j]
+                weight = base + flat_weight[flat_first[junction] + j]
+            if weight_flat[source] == _NONE:
+                if n_flat == most:
+                    for k in range(n_flat):
+                        weight_flat[flat_met[k]] = _NONE
+                    return 0
+                flat_met[n_flat] = source
+                n_flat += 1
+            weight_flat[source] = max(weight_flat[source], weight)
+    return n_flat
 
 
 @compiled
