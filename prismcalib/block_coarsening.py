@@ -21,6 +21,7 @@ from prismcalib.coarse_rows import Timeline, coarse_rows, collectives, sequence_
 from prismcalib.coarsening import (
     Coarse,
     Grain,
+    Sizes,
     coarse_graph,
     coarsen_report,
     fine_net,
@@ -42,7 +43,7 @@ _COLUMNS = (
     "start_ns", "dur_ns",
 )  # fmt: skip
 # Beside the graph: what is left of it, twice for a moment, or its times.
-_BYTES = 60
+_BYTES = 85
 
 
 def coarsen_by_blocks(layout: Layout, grain: Grain) -> Coarse | None:
@@ -53,30 +54,35 @@ def coarsen_by_blocks(layout: Layout, grain: Grain) -> Coarse | None:
     """
     header = layout.trace.header
     fine = graph_from_blocks(layout, also=_BYTES)
-    net = _contracted(layout, fine, grain)
-    if net is None:
+    found = _contracted(layout, fine, grain)
+    if found is None:
         return None
+    joined, open_groups = found
+    before = Sizes.of(fine)
+    if grain == "exact":
+        # What comes next asks for its structure only.
+        fine = replace(fine, dep_lag_ns=None, release_ns=None)
+    net = joined.net()
+    if grain != "exact":
+        net = contract(net, group=open_groups)
     coarse = coarse_graph(net, fine)
     rank = np.repeat(layout.ranks, layout.rows)
     probed = probe(fine, coarse, net, rank) if grain != "exact" else None
-    fine = _sizes_only(fine)
+    del fine, rank
+    nothing = np.empty(0, np.int64)
+    net = replace(net, owner=nothing, dep=nothing, lag=nothing)
     timing = propagate(coarse)
-    report = coarsen_report(grain, fine, coarse, net, timing, probed)
-    del fine
+    report = coarsen_report(grain, before, coarse, net, timing, probed)
     timeline = Timeline.of(coarse, timing, header.kind)
     pieces = _Pieces(layout, net.home, net.head, timeline)
     return Coarse(noted(header, report), pieces.table(), report)
 
 
-def _sizes_only(graph: Graph) -> Graph:
-    """The graph without what only propagation needs."""
-    return replace(graph, dep_lag_ns=None, release_ns=None)
-
-
 # --- contraction ------------------------------------------------------------------------
 
 
-def _contracted(layout: Layout, fine: Graph, grain: Grain) -> Net | None:
+def _contracted(layout: Layout, fine: Graph, grain: Grain) -> tuple[_Joined, Int32Array] | None:
+    """Every block contracted alone; and int32[G], group of instances that may be fused, or -1."""
     waiting = waiting_rows(fine)
     whole = _Joined(keep=_EXACT if grain == "exact" else _ALL)
     open_groups = np.full(fine.instances, -1, np.int32)
@@ -95,8 +101,7 @@ def _contracted(layout: Layout, fine: Graph, grain: Grain) -> Net | None:
             open_groups = np.maximum(open_groups, of_block)
             group = np.where(_inside(of_block, block, layout), of_block, -1).astype(np.int32)
         whole.add(contract(net, group=group), part.start)
-    net = whole.net()
-    return net if grain == "exact" else contract(net, group=open_groups)
+    return whole, open_groups
 
 
 def _inside(group: Int32Array, block: Block, layout: Layout) -> np.ndarray[Any, np.dtype[np.bool_]]:

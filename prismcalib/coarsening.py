@@ -16,7 +16,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -144,7 +144,7 @@ def coarsen(
     coarse = coarse_graph(net, graph)
     timing = _timing(coarse, net, trace.header.kind)
     probed = probe(graph, coarse, net, rows["rank"].to_numpy()) if grain != "exact" else None
-    report = coarsen_report(grain, graph, coarse, net, timing, probed)
+    report = coarsen_report(grain, Sizes.of(graph), coarse, net, timing, probed)
     timeline = Timeline.of(coarse, timing, trace.header.kind)
     table = coarse_rows(rows, net.home, net.head, timeline, sequence_numbers(rows[net.head]))
     return Coarse(noted(trace.header, report), table.lazy(), report)
@@ -249,19 +249,33 @@ def _timing(coarse: Graph, net: Net, kind: TraceKind) -> Timing:
     )
 
 
+class Sizes(NamedTuple):
+    """Of a graph."""
+
+    rows: int
+    deps: int
+    instances: int
+
+    @classmethod
+    def of(cls, graph: Graph) -> Sizes:
+        """Count."""
+        return cls(graph.rows, len(graph.dep_rows), graph.instances)
+
+
 def coarsen_report(
-    grain: Grain, fine: Graph, coarse: Graph, net: Net, timing: Timing, probed: float | None
+    grain: Grain, fine: Sizes, coarse: Graph, net: Net, timing: Timing, probed: float | None
 ) -> CoarsenReport:
     """Sizes and errors; `probed`: see `probe`."""
+    after = Sizes.of(coarse)
     length = int(net.end.max() - net.start.min()) if len(net) else 0
     return CoarsenReport(
         grain=grain,
         rows_before=fine.rows,
-        rows_after=coarse.rows,
-        deps_before=len(fine.dep_rows),
-        deps_after=len(coarse.dep_rows),
+        rows_after=after.rows,
+        deps_before=fine.deps,
+        deps_after=after.deps,
         instances_before=fine.instances,
-        instances_after=coarse.instances,
+        instances_after=after.instances,
         largest_error_ns=int(np.abs(timing.end_ns - net.end).max(initial=0)),
         length_error_ns=abs(timing.makespan_ns - length),
         uneven_ns=net.uneven_ns,
