@@ -11,12 +11,15 @@ import platform
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
+
+from prismreplay.run.holding import Holder, Lateness
 
 __all__ = ["Check", "Report", "Status", "examine"]
 
@@ -25,6 +28,11 @@ MIN_TORCH = (2, 11)
 GIB = 1 << 30
 # Every rank is a process that loads torch (about 0.4 GiB) and its share of the model.
 MIN_MEMORY_BYTES = 2 * GIB
+# A run holds its ranks to points in time. On an idle core, 99 of 100 holds are met within a few
+# microseconds; where they are not, step times of a run carry that error.
+HOLDS = 200
+HOLD_NS = 1_000_000
+MOST_LATE_NS = 100_000
 # NCCL and torch's data loaders allocate their buffers in shared memory; containers often
 # start with 64 MiB of it.
 MIN_SHM_BYTES = GIB
@@ -101,6 +109,8 @@ def examine() -> Report:
             _check_python(sys.version_info[:3]),
             _check_platform(platform.system(), platform.machine()),
             _check_cores(_usable_cores()),
+            _check_load(_usable_cores(), os.getloadavg()[0]),
+            _check_holds(_measure_holds()),
             _check_memory(_available_memory_bytes()),
             _check_shared_memory(Path("/dev/shm")),  # noqa: S108  looked at, not written
             torch_check,
@@ -140,6 +150,40 @@ def _check_cores(cores: int) -> Check:
     if cores >= 2:
         return Check("CPU cores", Status.OK, str(cores), "cpu")
     return Check("CPU cores", Status.WARN, str(cores), "cpu", "ranks will take turns on one core")
+
+
+def _check_load(cores: int, load: float) -> Check:
+    """A run needs a core for each sandbox rank, and one for the hub that plays the others."""
+    idle = max(0, int(cores - load))
+    found = f"load {load:.1f} on {cores} cores"
+    if idle >= 2:
+        ranks = f"{found}: room for {idle - 1} sandbox {'rank' if idle == 2 else 'ranks'} of a run"
+        return Check("idle cores", Status.OK, ranks, "cpu")
+    hint = "times of a run are the job's only where each sandbox rank and the hub have a core"
+    return Check("idle cores", Status.WARN, found, "cpu", hint)
+
+
+def _measure_holds() -> Lateness:
+    holder = Holder()
+    begin = time.monotonic_ns()
+    for number in range(1, HOLDS + 1):
+        holder.hold_until(begin + number * HOLD_NS)
+    return holder.report()
+
+
+def _check_holds(measured: Lateness) -> Check:
+    """How well a run's ranks can be held to points in time on this machine, now."""
+    median, p99, worst = (
+        ns / 1000 for ns in (measured.median_ns, measured.p99_ns, measured.worst_ns)
+    )
+    found = f"late by {median:.0f} us (median), {p99:.0f} us (99 %), {worst:.0f} us at most"
+    if measured.called_late_ns:
+        # A deadline had passed before the hold of it began.
+        found += f"; {measured.late_calls} of {HOLDS} missed"
+    if measured.p99_ns <= MOST_LATE_NS and measured.late_calls <= HOLDS // 100:
+        return Check("timed holds", Status.OK, found, "cpu")
+    hint = "leave cores idle: step times of a run carry this error in each communication"
+    return Check("timed holds", Status.WARN, found, "cpu", hint)
 
 
 def _available_memory_bytes() -> int | None:

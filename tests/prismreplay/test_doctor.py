@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 from prismreplay import Check, Report, Status, doctor, examine
+from prismreplay.run.holding import Lateness
 
 
 def _report(*checks: tuple[Status, str]) -> Report:
@@ -41,6 +43,24 @@ def test_everything_that_is_not_ok_says_what_to_do():
 def test_an_old_python_is_missing():
     assert doctor._check_python((3, 10, 4)).status is Status.MISSING
     assert doctor._check_python((3, 13, 0)).status is Status.OK
+
+
+def test_a_run_needs_idle_cores():
+    check = doctor._check_load(16, 1.5)
+    assert (check.status, "13 sandbox ranks" in check.found) == (Status.OK, True)
+    assert doctor._check_load(2, 0.0).found.endswith("1 sandbox rank of a run")
+    assert doctor._check_load(2, 1.2).status is Status.WARN
+    assert doctor._check_load(16, 40.0).status is Status.WARN
+
+
+def test_late_holds_are_said():
+    good = Lateness(200, 1_000, 9_000, 60_000, 0, 0)
+    assert doctor._check_holds(good).status is Status.OK
+    assert "9 us (99 %)" in doctor._check_holds(good).found
+    assert doctor._check_holds(replace(good, p99_ns=400_000)).status is Status.WARN
+    missed = doctor._check_holds(replace(good, late_calls=30, called_late_ns=10**7))
+    assert missed.status is Status.WARN
+    assert "30 of 200 missed" in missed.found
 
 
 def test_little_or_no_shared_memory_warns(tmp_path, monkeypatch):
