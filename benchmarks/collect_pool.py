@@ -1,6 +1,6 @@
 """Collecting many ranks of a tiny model: time to start them, memory that each adds, switches.
 
-    python benchmarks/collect_pool.py --ranks 64 256
+python benchmarks/collect_pool.py --ranks 64 256
 """
 
 from __future__ import annotations

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import socket
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -17,6 +19,8 @@ import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
+
+_GRACE_SECONDS = 20.0
 
 
 def _free_port() -> int:
@@ -47,8 +51,39 @@ def _be_rank(rank: int, ranks: int, port: int, words: list[str]) -> None:
         os._exit(code)
 
 
+def _wait(running: set[int]) -> int:
+    """Wait for all ranks; the first that fails ends all. 0 if none did.
+
+    Now and then gloo hangs while a rank that is done gives its groups back, its partners being
+    gone: ranks that are left long after the others have ended well are ended, too.
+    """
+    last = time.monotonic()
+    some_done = False
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            if some_done and time.monotonic() - last > _GRACE_SECONDS:
+                print(f"{len(running)} ranks did not come to their end", file=sys.stderr)
+                _kill(running)
+                return 0
+            time.sleep(0.05)
+            continue
+        running.discard(pid)
+        last, some_done = time.monotonic(), True
+        if status:
+            _kill(running)
+            return 1
+    return 0
+
+
+def _kill(ranks: set[int]) -> None:
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
 def main() -> None:
-    """Fork, and wait for all; the first that fails ends all."""
+    """Fork, and wait for all."""
     _, ranks, _, *words = sys.argv[1:]
     torch.set_num_threads(1)
     port, count = _free_port(), int(ranks)
@@ -58,15 +93,7 @@ def main() -> None:
         if pid == 0:
             _be_rank(rank, count, port, words)
         running.add(pid)
-    failed = 0
-    while running:
-        pid, status = os.wait()
-        running.discard(pid)
-        if status and not failed:
-            failed = 1
-            for other in running:
-                os.kill(other, 9)
-    sys.exit(failed)
+    sys.exit(_wait(running))
 
 
 if __name__ == "__main__":
