@@ -243,7 +243,7 @@ def emulated(world: int, folder: Path) -> Cost:
 
 def vanilla(world: int, _folder: Path) -> Cost:
     """All ranks for real, each a process of its own."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port=0"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     return watched([sys.executable, *launcher, os.fspath(PROGRAM), *ARGUMENTS])
 
 

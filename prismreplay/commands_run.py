@@ -14,8 +14,10 @@ from prismreplay.commands_collect import LateBar, read_ranks
 from prismtrace import console
 
 if TYPE_CHECKING:
+    from prismreplay.collect.messages import Channel
+    from prismreplay.collect.programs import ProgramCall
     from prismreplay.run.results import Comparison, RunReport
-    from prismreplay.run.running import Timing
+    from prismreplay.run.running import RunOptions, Timing
     from prismtrace.trace import Trace
 
 __all__ = ["Transport", "run"]
@@ -105,6 +107,14 @@ def run(
         bool,
         typer.Option(help="Virtual ranks are always there: data without times; any graph will do."),
     ] = False,
+    hosts: Annotated[
+        bool,
+        typer.Option(
+            "--hosts",
+            help="Sandbox ranks are spread over the hosts on which a launcher (torchrun, srun) has "
+            "started this same command.",
+        ),
+    ] = False,
     local_world_size: Annotated[
         int | None,
         typer.Option(min=1, help="Ranks of one host, as the program sees it. Default: all."),
@@ -142,6 +152,8 @@ def run(
     console.warn_of_suffix(output)
     if assistants is not None and transport is not Transport.REDUCED:
         raise typer.BadParameter("--assistants belongs to --transport reduced")
+    if hosts and transport is Transport.REDUCED:
+        raise typer.BadParameter("--transport reduced is for one host")
     # Before torch is imported, which counts its threads then.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from prismreplay.errors import DeadlockError, RankFailedError
@@ -173,11 +185,14 @@ def run(
         spins=() if spin is None else (read_spin(*spin),),
         assistants=(assistants or len(ranks)) if transport is Transport.REDUCED else 0,
     )
+    elsewhere = _elsewhere(call, world_size, options, log_dir, output) if hosts else {}
+    if elsewhere is None:
+        return  # the first host says how it went
     bar = LateBar(len(ranks), "running")
     try:
         outcome = run_sandbox(
             call, trace, output, options, lambda: _timing(trace, ranks, edits, plan, early),
-            progress=bar.show,
+            progress=bar.show, elsewhere=elsewhere,
         )  # fmt: skip
     except (DeadlockError, RankFailedError) as error:
         bar.close()
@@ -191,6 +206,21 @@ def run(
         console.print_json(report)
     else:
         _print(report, spun=spin is not None)
+
+
+def _elsewhere(
+    call: ProgramCall, world_size: int, options: RunOptions, log_dir: Path | None, output: Path
+) -> dict[int, Channel] | None:
+    """Connections to sandbox ranks of other hosts; None: this is another host, and is done."""
+    from prismreplay.run.hosts import hosts_from, meet
+    from prismreplay.run.other_host import run_elsewhere
+
+    met = meet(hosts_from(os.environ), options.sandbox)
+    if not met.other_host:
+        return met.channels
+    folder = log_dir or output.with_suffix(f".host{met.number}.logs")
+    run_elsewhere(call, world_size, options, met.channels, folder)
+    return None
 
 
 def _sources(graph: Path, tensors: list[str] | None) -> list[str]:

@@ -11,6 +11,7 @@ ReplayError                  a run on this machine cannot start or went wrong
 ├── TensorRecordingError     recorded tensors are damaged, missing, or of another job
 ├── MockRouterError          shares of experts are impossible, or do not fit the routers
 ├── FoldError                replicas cannot stand for each other
+├── HostsError               hosts of one run do not find each other
 ├── CommBenchError           communications cannot be measured here
 └── SliceError               slices of other jobs in the way, or a graph that cannot be sliced
 """
@@ -24,6 +25,7 @@ __all__ = [
     "DeadlockError",
     "FoldError",
     "HandoverError",
+    "HostsError",
     "MismatchError",
     "MockRouterError",
     "PlanError",
@@ -147,3 +149,9 @@ class CommBenchError(ReplayError):
     """Communications cannot be measured with what is here."""
 
     code = "comm-bench"
+
+
+class HostsError(ReplayError):
+    """Hosts of one run do not find each other, or one of them is gone."""
+
+    code = "hosts"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 __all__ = ["Arrival", "Ledger"]
@@ -37,6 +38,8 @@ class Ledger:
         self._width = len(sandbox) * _FIELDS
         self._memory = mmap.mmap(-1, (_HEAD + _SLOTS * self._width) * _WORD)
         self._words = memoryview(self._memory).cast("q")
+        self.machine: Callable[[], int] = time.monotonic_ns
+        """The clock that the ranks share; on other hosts than the first, that one's."""
 
     @property
     def origin_ns(self) -> int:

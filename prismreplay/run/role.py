@@ -280,7 +280,7 @@ class _RealPending:
 
     def _note_end(self, _future: Any = None) -> None:
         if self._ended_ns is None:
-            self._ended_ns = time.monotonic_ns()
+            self._ended_ns = self._role.clock.machine()
 
     def _shift_ns(self) -> int:
         """By how much the debts of its members held the operation up."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from prismreplay.collect.collecting import limit_of_open_files, run_folder, unin
 from prismreplay.collect.executor import Executor
 from prismreplay.collect.handover import Parcel, Place
 from prismreplay.collect.logs import RankLogs
+from prismreplay.collect.messages import Channel
 from prismreplay.collect.pool import Job, Observed, RankProcess, preload, start_rank
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.errors import PlanError
@@ -24,10 +25,12 @@ from prismreplay.run.assistants import Assistant, Assistants, participant, start
 from prismreplay.run.checking import require_equal
 from prismreplay.run.clock import RunClock
 from prismreplay.run.following import Placed, followers_of
+from prismreplay.run.hosts import WAIT_SECONDS
 from prismreplay.run.hub import Hub, serve_store
 from prismreplay.run.hybrid import HybridCoordinator, World
 from prismreplay.run.ledger import Ledger
 from prismreplay.run.marks import Memory, RankSummary, StepMark
+from prismreplay.run.relaying import Proxies
 from prismreplay.run.small_groups import MovedSummary
 from prismreplay.run.spinning import Spin, Spinner
 from prismreplay.run.timekeeping import Entry, Timekeeper
@@ -43,7 +46,7 @@ from prismtrace.recorder import AssembleReport, SpanWriter, assemble
 from prismtrace.schema import SliceInfo, TraceHeader, TraceKind
 from prismtrace.trace import Trace
 
-__all__ = ["RunOptions", "RunOutcome", "Timing", "run_sandbox"]
+__all__ = ["RunOptions", "RunOutcome", "Timing", "observe_rank", "run_sandbox"]
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ def run_sandbox(
     timing: Callable[[], Timing] = Timing,
     *,
     progress: Callable[[int, str], None] | None = None,
+    elsewhere: Mapping[int, Channel] | None = None,
 ) -> RunOutcome:
     """Run the sandbox ranks of a job and write their trace to `output`.
 
@@ -137,6 +141,7 @@ def run_sandbox(
         options: how.
         timing: makes what says when virtual ranks arrive; called once ranks are forked.
         progress: told twice a second how many ranks have ended, and what else there is to say.
+        elsewhere: connections to sandbox ranks that run on other hosts.
 
     Raises:
         ProgramError: the program cannot be started.
@@ -157,17 +162,26 @@ def run_sandbox(
     logs.prepare()
     cleaned = stale.clean()
     with run_folder() as folder:
-        ledger = Ledger([*options.sandbox, *map(participant, range(options.assistants))])
+        remote = dict(elsewhere or {})
+        here = tuple(rank for rank in options.sandbox if rank not in remote)
+        ledger = Ledger([*here, *map(participant, range(options.assistants))])
         job = Job(
             program=program,
             world_size=graph.header.world_size,
             local_world_size=options.local_world_size or graph.header.world_size,
             run=folder.name,
             place=Place(options.shm_dir),
-            observe=functools.partial(_observe, folder, options, graph.header.world_size, ledger),
+            observe=functools.partial(
+                observe_rank,
+                folder,
+                replace(options, sandbox=here),
+                graph.header.world_size,
+                ledger,
+            ),
         )
         with limit_of_open_files(len(options.sandbox)) as limits:
             run = _Run(job.limited(limits), graph, options, logs, folder, ledger)
+            run.proxies = Proxies(remote, folder, ledger, job.place)
             run.perform(timing, progress)
         made = run.assemble(target)
     return RunOutcome(
@@ -213,6 +227,7 @@ class _Run:
         self.world: World
         self.prefetched = PrefetchReport()
         self.hub: Hub
+        self.proxies: Proxies
         self._job = job
         self._graph = graph
         self._options = options
@@ -231,12 +246,16 @@ class _Run:
         sandbox = self._options.sandbox
         try:
             for rank in sandbox:
+                if rank in self.proxies:
+                    ranks.append(self.proxies.start(rank, self._descriptors(ranks)))
+                    continue
                 streams, reads = self._logs.open(rank)
                 pipes += reads
                 ranks.append(start_rank(self._job, rank, streams, self._descriptors(ranks)))
             for number in range(self._options.assistants):
                 inherited = self._descriptors([*ranks, *assistants])
                 assistants.append(start_assistant(number, self._ledger, inherited))
+            self.proxies.hang_up()
             stale.note_groups(
                 self._folder, [*(one.pid for one in ranks), *(one.pid for one in assistants)]
             )
@@ -273,6 +292,7 @@ class _Run:
                 members.read_ahead(self._graph, self._options.sandbox, self._options.prefetch_bytes)
                 planned = None if said.plan is None else PlannedWorld(said.plan)
                 store_log = self._store_log(members)
+                self.proxies.await_ready(WAIT_SECONDS)
                 self.started = time.monotonic()
                 self.origin_ns = self.hub.begin_at()
                 self.world = World(
@@ -297,7 +317,8 @@ class _Run:
             self.hub.stop()
 
     def _serve_store(self) -> object:
-        if len(self._options.sandbox) + self._options.assistants < 2:
+        here = [rank for rank in self._options.sandbox if rank not in self.proxies]
+        if len(here) + self._options.assistants < 2:
             return None
         store, self._ledger.store_port = serve_store()
         return store
@@ -332,7 +353,7 @@ class _Run:
 
     def _descriptors(self, started: Sequence[RankProcess | Assistant]) -> list[int]:
         ends = [number for one in started for number in (one.channel.fileno(), one.pidfd)]
-        return [*ends, *self._logs.descriptors]
+        return [*ends, *self._logs.descriptors, *self.proxies.descriptors]
 
     # --- the trace --------------------------------------------------------------------
 
@@ -388,16 +409,19 @@ def _switching_often() -> Iterator[None]:
 # --- in a rank -----------------------------------------------------------------------------
 
 
-def _observe(
+def observe_rank(
     folder: Path, options: RunOptions, world_size: int, ledger: Ledger, rank: int
 ) -> Observed:
-    """What turns a rank's communications into its trace, and its role; called in the rank."""
+    """What turns a rank's communications into its trace, and its role; called in the rank.
+
+    `options.sandbox` are the sandbox ranks of this host: only those communicate for real.
+    """
     from prismreplay.run.holding import Holder
     from prismreplay.run.role import SandboxRole
     from prismreplay.runtime.annotations import make_recorder
 
     options.tensors.prepare_rank()
-    clock = RunClock()
+    clock = RunClock(ledger.machine)
     Holder(clock.machine).hold_until(ledger.origin_ns)
     writer = SpanWriter(folder / f"rank{rank}.spool", rank=rank, world_size=world_size)
     recorder = make_recorder(writer, clock=clock.now)
