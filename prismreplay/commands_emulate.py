@@ -196,6 +196,10 @@ def _print(done: Emulation) -> None:
                 f"{format_ns(emulated)} ({apart:+.1%}; {steps_text(found.steps, 1)})",
             )
         )
+    if found.comparison is not None:
+        real, worst = found.comparison, found.comparison["worst_step_error"]
+        error = f"{real['step_error']:+.1%} against {real['real']}; of any step {worst:.1%} at most"
+        rows.append(("error of the step", error))
     for rank, nbytes in found.peak_memory.items():
         rows.append((f"peak memory, rank {rank}", f"{nbytes / 1e6:,.1f} MB"))
     for rank, losses in found.losses.items():
@@ -208,7 +212,7 @@ def _print(done: Emulation) -> None:
         print(f"{name + ':':<22} {text}")
     print()
     console.table(
-        "where the time goes: the critical path",
+        "where the time goes: the critical path of the steps that count",
         ("kind", "time", "share"),
         [(part.name, format_ns(part.time_ns), f"{part.share:.1%}") for part in found.path],
     )

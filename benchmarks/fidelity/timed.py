@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -57,6 +58,18 @@ def _slow_down(factor: float) -> None:
     register_module_full_backward_hook(end("backward"))
 
 
+def _write_at_the_end(path: Path, ends: list[int]) -> None:
+    """When the program leaves the job, which is over then."""
+    leave = dist.destroy_process_group
+
+    def write_and_leave(*groups: Any) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(ends))
+        leave(*groups)
+
+    dist.destroy_process_group = write_and_leave
+
+
 def main() -> None:
     """Note, pin, slow down, and run the script."""
     rank = int(os.environ["RANK"])
@@ -69,14 +82,13 @@ def main() -> None:
         _slow_down(float(factor))
     ends: list[int] = []
     register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter_ns()))
+    folder = os.environ.get("FIDELITY_TIMES")
+    if folder:
+        _write_at_the_end(Path(folder) / f"rank-{rank}.json", ends)
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
-    folder = os.environ.get("FIDELITY_TIMES")
-    if folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(ends))
 
 
 if __name__ == "__main__":

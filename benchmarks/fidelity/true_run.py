@@ -1,5 +1,8 @@
 """The ranks of a true run, forked from one process that has torch loaded.
 
+A rank's process ends where its program gives the default group back. On busy machines gloo now and
+then hangs in there, or when the group's last reference goes.
+
 true_run.py --ranks 8 -- timed.py train_gpt.py ...
 """
 
@@ -16,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch._dynamo
+import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
@@ -29,6 +33,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _leave(group: object = None) -> None:
+    if group is None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
 def _be_rank(rank: int, ranks: int, port: int, words: list[str]) -> None:
     os.environ |= {
         "RANK": str(rank),
@@ -39,6 +50,7 @@ def _be_rank(rank: int, ranks: int, port: int, words: list[str]) -> None:
         "MASTER_PORT": str(port),
     }
     sys.argv = words
+    dist.destroy_process_group = _leave
     sys.path.insert(0, str(Path(words[0]).resolve().parent))
     code = 1
     try:
@@ -54,8 +66,7 @@ def _be_rank(rank: int, ranks: int, port: int, words: list[str]) -> None:
 def _wait(running: set[int]) -> int:
     """Wait for all ranks; the first that fails ends all. 0 if none did.
 
-    Now and then gloo hangs while a rank that is done gives its groups back, its partners being
-    gone: ranks that are left long after the others have ended well are ended, too.
+    Ranks that are left long after the others have ended well are ended, too.
     """
     last = time.monotonic()
     some_done = False

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
-from prismcalib.paths import critical_path
+from prismcalib.paths import CriticalPath, critical_path
 from prismcalib.prediction import path_basis, predict
 
 __all__ = ["Findings", "Share", "find", "losses_in"]
@@ -41,7 +41,8 @@ class Findings:
         steps: how many they made; the first does not count.
         peak_memory: sandbox rank -> most that it held.
         losses: sandbox rank -> what it printed as such, in order.
-        path: where the time goes: parts of the critical path by kind, largest first.
+        path: where the time goes: parts of the critical path by kind, largest first, in the
+            steps that count.
         ranks_on_path: rank -> share of the critical path, largest first.
         basis: shares of the critical path by what is known of them.
         interference: largest share of a step that late answers of the emulator took.
@@ -78,8 +79,8 @@ def find(
         logs: folder of what the sandbox ranks printed.
         sandbox: the ranks that ran.
     """
-    path = critical_path(calibrated)
-    length = max(path.length_ns, 1)
+    prediction = predict(calibrated, draws=0)
+    path = _of_counted_steps(critical_path(calibrated), prediction.warmup)
     kinds = [
         Share(kind, busy + gap, share)
         for kind, busy, gap, share in path.shares("kind")
@@ -88,11 +89,9 @@ def find(
         .head(_MOST_SHARES)
         .iter_rows()
     ]
-    if path.lead_in_ns:
-        kinds.append(Share("before it starts", path.lead_in_ns, path.lead_in_ns / length))
     run = reports["run"]
     return Findings(
-        predicted_step_ns=predict(calibrated, draws=0).step_ns,
+        predicted_step_ns=prediction.step_ns,
         path=tuple(kinds),
         ranks_on_path=dict(path.shares("rank").select("rank", "share").iter_rows()),
         basis=path_basis(path),
@@ -103,6 +102,27 @@ def find(
         steps=len(run["steps"]),
         peak_memory={one["rank"]: one["peak_resident_bytes"] for one in run["ranks"]},
         interference=run["interference"],
+    )
+
+
+def _of_counted_steps(path: CriticalPath, warmup: int) -> CriticalPath:
+    """The part of a path that lies in the steps after the warm-up; all of it without steps.
+
+    In a short run most of the time is spent on getting ready, which is not what was asked.
+    """
+    steps = path.segments["step"].drop_nulls().unique().sort()
+    if steps.is_empty():
+        return path
+    first = steps[min(warmup, len(steps) - 1)]
+    counted = path.segments.filter(pl.col("step") >= first)
+    gap, busy, inner = (int(counted[name].sum()) for name in ("gap_ns", "busy_ns", "inner_idle_ns"))
+    return replace(
+        path,
+        segments=counted,
+        length_ns=gap + busy,
+        lead_in_ns=0,
+        gap_ns=gap,
+        inner_idle_ns=inner,
     )
 
 

@@ -6,7 +6,56 @@ import math
 
 import pytest
 
-from prismreplay.emulation.findings import losses_in
+import prismcalib
+from prismcalib import synth
+from prismreplay.emulation.findings import find, losses_in
+
+RUN = {
+    "step_ns": 900,
+    "steps": [{}, {}],
+    "ranks": [{"rank": 3, "peak_resident_bytes": 5}],
+    "interference": 0.5,
+    "disturbed": True,
+    "repeated_operations": 0,
+    "comparison": None,
+}
+REPORTS = {
+    "slice": {"timing_true": False, "rounds": []},
+    "merge": {"unknown_transfers": 40, "sources": {"none": 40, "measured": 60}},
+    "run": RUN,
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("emulation")
+    job = synth.JobSpec(pp=2, tp=2, dp=1, microbatches=2, layers_per_stage=1, steps=3)
+    prismcalib.merge(synth.generate(job)).write(folder / "calibrated.parquet")
+    (folder / "rank-03.log").write_text("step 0 loss 2.5\n")
+    return find(folder / "calibrated.parquet", REPORTS, folder, (3,))
+
+
+def test_parts_of_the_path_are_those_of_the_steps_that_count(found):
+    assert sum(found.basis.values()) == pytest.approx(1)
+    assert sum(part.share for part in found.path) == pytest.approx(1)
+    assert sum(found.ranks_on_path.values()) == pytest.approx(1)
+    assert sum(part.time_ns for part in found.path) == pytest.approx(
+        3 * found.predicted_step_ns, rel=0.5
+    )
+    assert 0 < found.measured_share <= 1
+
+
+def test_what_the_run_told_is_passed_on(found):
+    assert (found.emulated_step_ns, found.steps) == (900, 2)
+    assert found.peak_memory == {3: 5}
+    assert found.losses == {3: (2.5,)}
+
+
+def test_doubts_are_told(found):
+    assert len(found.warnings) == 3
+    assert "shared cores" in found.warnings[0]
+    assert "40 of 100 transfers" in found.warnings[1]
+    assert "by up to 50%" in found.warnings[2]
 
 
 @pytest.mark.parametrize(
