@@ -19,7 +19,7 @@ __all__ = ["app", "main"]
 
 app = console.new_app(
     "Run a few ranks of a large job for real among virtual ones. "
-    "For now: see what this machine can do."
+    "`emulate` does all of it, the other commands one step each."
 )
 
 # What comes after the program's name is the program's own, also without two dashes.
