@@ -218,12 +218,11 @@ def _print(report: CollectReport) -> None:
         ),
         ("rounds", f"{report.rounds:,}"),
         ("time", f"{report.wall_s:.1f} s, {report.start_s:.1f} s of it to start"),
-        (
-            "memory",
-            f"{report.peak_memory_bytes / 1e6:,.0f} MB for all ranks at the most seen",
-        ),
-        ("logs", str(report.log_dir)),
     ]
+    if report.peak_memory_bytes:
+        most = f"{report.peak_memory_bytes / 1e6:,.0f} MB"
+        rows.append(("memory", f"{most} for all ranks at the most seen"))
+    rows.append(("logs", str(report.log_dir)))
     if report.supplied:
         rows.insert(5, ("supplied", f"{report.supplied:,} communications without partners"))
     if report.folded_ranks:
@@ -246,6 +245,10 @@ def _print(report: CollectReport) -> None:
         rows.append(("tensors", f"{kept.tensors:,} of {sizes} in {kept.folder}"))
     if report.unreceived:
         rows.append(("warning", f"{report.unreceived:,} messages were never received"))
+    if cut := report.policies.get("cut-rank"):
+        rows.append(
+            ("warning", f"{console.counted(cut, 'rank')} ended unnoticed (exec?): graph incomplete")
+        )
     if report.cleaned.folders or report.cleaned.processes:
         processes, folders = map(len, (report.cleaned.processes, report.cleaned.folders))
         rows.append(("cleaned up", f"of dead runs: {processes} processes, {folders} folders"))

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.programs import ProgramCall
+from prismreplay.collect.stale import end_groups
 from prismreplay.errors import ProgramError, RankFailedError
 
 __all__ = ["run_command", "run_ranks"]
@@ -101,7 +102,7 @@ def _watch(
                 raise RankFailedError(
                     f"rank {rank} {_ending(code)}",
                     where=str(logs.path(rank)),
-                    report=logs.tail(rank),
+                    report="" if logs.shows(rank) else logs.tail(rank),
                 )
             if code == 0:
                 del running[rank]
@@ -118,16 +119,18 @@ def _ending(code: int) -> str:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask what still runs to end, with all it started; then kill it."""
+    """Unless all went well: ask what still runs to end, then kill it and all that ranks started."""
     running = [process for process in processes if process.poll() is None]
+    if not running and not any(process.returncode for process in processes):
+        return
     for process in running:
         _signal(process, signal.SIGTERM)
     limit = time.monotonic() + _GRACE_SECONDS
     for process in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, limit - time.monotonic()))
+    end_groups([process.pid for process in processes])
     for process in running:
-        _signal(process, signal.SIGKILL)
         process.wait()
 
 

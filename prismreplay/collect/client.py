@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from torch import distributed
 
 from prismreplay.collect.handover import Parcel, ParcelWriter, Place, Span, bytes_of
 from prismreplay.collect.messages import Channel, Message, pack_op
+from prismreplay.errors import ReplayError, UnsupportedOperationError
 from prismreplay.runtime.operations import Group, Op
 from prismreplay.runtime.payloads import calling_line
 from prismreplay.runtime.roles import Pending
@@ -39,14 +41,25 @@ class Connection:
         self._reading = False
         self._asking = 0
         self._requests = 0
+        self._pid = os.getpid()
 
     def tell(self, message: Message, file: int | None = None) -> None:
-        """Send a message that needs no answer."""
+        """Send a message that needs no answer.
+
+        Raises:
+            UnsupportedOperationError: in a process that the rank has forked.
+        """
+        self._refuse_forks()
         with self._sending:
             self._send(message, file)
 
     def ask(self, name: str, *fields: Any) -> tuple[Message, int | None]:
-        """Send a question and wait for its answer."""
+        """Send a question and wait for its answer.
+
+        Raises:
+            UnsupportedOperationError: in a process that the rank has forked.
+        """
+        self._refuse_forks()
         with self._sending:
             self._requests += 1
             request = self._requests
@@ -62,6 +75,15 @@ class Connection:
         """Wait until the coordinator lets this rank begin."""
         self._answer(0)
 
+    def _refuse_forks(self) -> None:
+        """A forked process has this channel, too; two that use it would mix their answers up."""
+        if os.getpid() != self._pid:
+            raise UnsupportedOperationError(
+                "communication in a process that a rank has forked",
+                where=calling_line() or None,
+                hint="communicate in the rank itself; gloo and NCCL do not survive a fork either",
+            )
+
     def _send(self, message: Message, file: int | None) -> None:
         try:
             self._channel.send(message, file)
@@ -69,6 +91,11 @@ class Connection:
             # Nobody is there to work for. The coordinator says why.
             self._on_stop()
             raise
+        except OSError as error:
+            raise ReplayError(
+                f"the rank cannot reach the coordinator: {os.strerror(error.errno or 0)}",
+                hint="does the program close files that it did not open (os.closerange)?",
+            ) from error
 
     def _helpers(self) -> int:
         """Threads of this rank, other than those that wait here, that may still communicate."""
@@ -198,6 +225,7 @@ class CollectRole:
                 group.backend,
                 group.generation,
                 group.desc,
+                calling_line(),
             )
         )
 

@@ -145,8 +145,13 @@ class Coordinator:
         self._ranks[rank].answers.append(Sent(rank, ("go", 0)))
         self.turns.make_ready(rank)
 
-    def join(self, rank: int, group: Group) -> None:
-        """`rank` is a member of `group`."""
+    def join(self, rank: int, group: Group, site: str = "") -> None:
+        """`rank` is a member of `group`, which it made at `site`.
+
+        Raises:
+            MismatchError: another rank says that others are in it.
+        """
+        self._matcher.join(rank, group, site)
         self._ranks[rank].groups[group.key] = group
 
     def groups_of(self, rank: int) -> dict[str, Group]:

@@ -9,7 +9,7 @@ from prismreplay.errors import DeadlockError
 from prismreplay.runtime.operations import Op
 from prismtrace.ranks import format_ranks
 
-__all__ = ["Blocked", "describe", "lost"]
+__all__ = ["Blocked", "describe", "lost", "operation"]
 
 MOST_LINES = 40
 """Waits that are listed; of a job of thousands of ranks nobody reads more."""
@@ -41,8 +41,9 @@ class Blocked:
 def operation(op: Op) -> str:
     """`all_reduce 4 of group 'default_pg'`, `recv 2 from rank 0 in group 'pp'`."""
     group = op.group.desc or op.group.name
-    number = "" if op.seq is None else f" {op.seq}"
+    number = "" if op.seq is None else f" {op.count}"
     if op.call.kind.is_p2p:
+        number += f" with tag {op.tag}" if op.tag else ""
         way = "from" if op.call.value == "recv" else "to"
         other = "anyone" if op.peer is None else f"rank {op.peer}"
         return f"{op.call.value}{number} {way} {other} in group {group!r}"

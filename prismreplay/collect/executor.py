@@ -15,6 +15,7 @@ from prismreplay.collect.gloo_order import reduce_in_order
 from prismreplay.collect.handover import Parcel, ParcelWriter, Place, Span, torch_dtype
 from prismreplay.collect.matching import Request
 from prismreplay.collect.supplying import Supplier
+from prismreplay.errors import UnsupportedOperationError
 from prismreplay.runtime.operations import Call, Op, TensorSpec
 from prismtrace.schema import ReduceOp
 
@@ -47,7 +48,12 @@ class Executor:
         return writer.finish(), spans
 
     def perform(self, members: Sequence[Request]) -> list[Result]:
-        """The results of a collective, in the order of its members (group order)."""
+        """The results of a collective, in the order of its members (group order).
+
+        Raises:
+            UnsupportedOperationError: torch does not reduce such elements.
+            HandoverError: no space is left.
+        """
         op = members[0].op
         if op.call is Call.BROADCAST:
             # The root's own bytes serve all.
@@ -57,11 +63,25 @@ class Executor:
         try:
             with torch.no_grad():
                 spans = _PERFORM[op.call](members, writer)
+        except (RuntimeError, TypeError) as error:
+            writer.discard()
+            raise _refused(op, error) from error
         except BaseException:
             writer.discard()
             raise
         parcel = writer.finish()
         return [(parcel, list(one)) for one in spans]
+
+
+def _refused(op: Op, error: Exception) -> UnsupportedOperationError:
+    """What to say when torch cannot do it."""
+    how = "" if op.reduce_op is None else f" ({op.reduce_op.value})"
+    what = "" if op.dtype is None else f" of {op.dtype.value} elements"
+    return UnsupportedOperationError(
+        f"{op.call.value}{how}{what}: {error}",
+        where=op.site or f"group {op.group.name!r}",
+        hint="gloo does not reduce such elements either; communicate them as another type",
+    )
 
 
 Spans = Sequence[Sequence[Span]]

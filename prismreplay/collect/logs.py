@@ -124,6 +124,10 @@ class RankLogs:
             os.close(log)
         self._pipes.clear()
 
+    def shows(self, rank: int) -> bool:
+        """Whether all that a rank prints is passed on, so that nobody need print it again."""
+        return rank in self.shown
+
     def tail(self, rank: int) -> str:
         """The end of what a rank has written."""
         try:

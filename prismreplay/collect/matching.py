@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prismreplay.errors import MismatchError
-from prismreplay.runtime.operations import Call, Op, TensorSpec
+from prismreplay.runtime.operations import Call, Group, Op, TensorSpec
+from prismtrace.ranks import format_ranks
 
 __all__ = ["Instance", "Matcher", "Request"]
 
@@ -77,10 +78,33 @@ class Matcher:
     def __init__(self, stands_for: Mapping[int, int] | None = None) -> None:
         self._numbers = 0
         self._absent = frozenset(stands_for or ())
+        self._groups: dict[str, tuple[Group, int, str]] = {}
         self._collectives: dict[str, dict[int, Instance]] = defaultdict(dict)
         self._sends: dict[_Pair, deque[Request]] = defaultdict(deque)
         self._receives: dict[_Pair, deque[Request]] = defaultdict(deque)
         self._anyone: dict[tuple[str, int, int], deque[Request]] = defaultdict(deque)
+
+    def join(self, rank: int, group: Group, site: str = "") -> None:
+        """Take note of a group that `rank` made at `site`.
+
+        Groups of one rank are private: programs make them without the others.
+
+        Raises:
+            MismatchError: another rank has other members in its group of that name.
+        """
+        if group.size == 1:
+            return
+        first, other, where = self._groups.setdefault(group.key, (group, rank, site))
+        if first.ranks == group.ranks:
+            return
+        raise MismatchError(
+            f"ranks {rank} and {other} disagree on the members of a group: "
+            f"{format_ranks(group.ranks)} on rank {rank}{_at(site)}, "
+            f"{format_ranks(first.ranks)} on rank {other}{_at(where)}",
+            where=f"group {group.name!r}",
+            hint="every rank must make all groups, also those that it is no member of, in the "
+            "same order",
+        )
 
     def arrive(self, rank: int, ticket: int, op: Op, inputs: Any) -> tuple[Request, bool]:
         """Take an operation in; True when it completes its instance, which is then forgotten.
@@ -303,18 +327,19 @@ def _mismatch(what: str, new: Request, old: Request, mine: object, others: objec
     mine_text, others_text = _text(mine), _text(others)
     op = new.op
     name = f"group {op.group.name!r}" + (f" ({op.group.desc})" if op.group.desc else "")
-    number = "" if op.seq is None else f", operation {op.seq}"
+    number = "" if op.seq is None else f", operation {op.count}"
     call = "" if what == "operation" else f" of {op.call.value}"
     return MismatchError(
         f"ranks {new.rank} and {old.rank} disagree on the {what}{call}: "
-        f"{mine_text} on rank {new.rank}{_at(new)}, {others_text} on rank {old.rank}{_at(old)}",
+        f"{mine_text} on rank {new.rank}{_at(new.op.site)}, "
+        f"{others_text} on rank {old.rank}{_at(old.op.site)}",
         where=f"{name}{number}",
         hint="all members of a group must make the same communications in the same order",
     )
 
 
-def _at(request: Request) -> str:
-    return f" at {request.op.site}" if request.op.site else ""
+def _at(site: str) -> str:
+    return f" at {site}" if site else ""
 
 
 def _text(value: object) -> str:

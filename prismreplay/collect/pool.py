@@ -35,6 +35,8 @@ from prismreplay.collect.logs import Streams
 from prismreplay.collect.messages import Channel
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.collect.stale import RUN_VARIABLE
+from prismreplay.errors import ReplayError
+from prismreplay.runtime.exits import before_exit, leave
 from prismtrace.errors import PrismError
 
 __all__ = ["Job", "Observed", "RankProcess", "detach", "environment", "preload", "start_rank"]
@@ -63,6 +65,9 @@ _NOT_THE_PROGRAM = tuple(
     for name in ("torch", "prismreplay")
     if (found := util.find_spec(name)) is not None and found.origin
 )
+
+
+_OURS = str(Path(__file__).parent.parent) + os.sep
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,7 @@ def start_rank(job: Job, rank: int, streams: Streams, inherited: Iterable[int]) 
         except BaseException:  # noqa: BLE001  nothing may return into the parent's code
             traceback.print_exc()
         finally:
-            os._exit(code)
+            leave(code)
     with contextlib.suppress(OSError):  # the rank does it, too; who is first does not matter
         os.setpgid(pid, pid)
     theirs.close()
@@ -213,7 +218,7 @@ def _rank_main(job: Job, rank: int, streams: Streams, channel: Channel, parent: 
         if observed is not None:
             with contextlib.suppress(Exception):
                 observed.flush()
-        os._exit(0)
+        leave(0)
 
     connection = Connection(channel, stop)
     connection.await_turn()
@@ -230,21 +235,28 @@ def _run(job: Job, connection: Connection, observed: Observed) -> int:
     else:
         role = observed.role(connection, job.place)
     install(role, observed.observer)
+    before_exit(lambda code: observed.flush() if code else observed.finish())
+    rank_pid = os.getpid()
     code = 0
     try:
         job.program.run()
     except SystemExit as exit_:
         code = _exit_code(exit_)
     except BaseException as error:  # noqa: BLE001  whatever it is, it is the program's
-        connection.tell(_failure(error))
         code = 1
+        if os.getpid() == rank_pid:
+            with contextlib.suppress(ReplayError):  # then it is in the log only
+                connection.tell(_failure(error))
         _show(error)
-    if code == 0:
+    if os.getpid() != rank_pid:
+        pass  # A process that the program forked comes here, too; it has nothing to hand in.
+    elif code == 0:
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  as the interpreter
         observed.finish()
         atexit._run_exitfuncs()  # noqa: SLF001
     else:
-        observed.flush()
+        with contextlib.suppress(PrismError):  # the program's failure is what counts
+            observed.flush()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -257,7 +269,7 @@ def detach(parent: int) -> None:
         os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)
+        leave(1)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -314,8 +326,35 @@ def _failure(error: BaseException) -> tuple[str, str | None, str, str | None, st
     if isinstance(error, PrismError):
         places = [place for place in (_last_line(error), error.where) if place]
         return "failed", error.code, error.message, ", ".join(places) or None, error.hint, report
-    text = traceback.format_exception_only(type(error), error)[-1].strip()
-    return "failed", None, text, None, None, report
+    text = "".join(traceback.format_exception_only(type(error), error)[-1:])
+    return "failed", None, _in_one_line(text), None, _hint(error), report
+
+
+_MOST_CHARACTERS = 300
+
+
+def _in_one_line(text: str) -> str:
+    """The beginning of an exception's text; all of it is in the traceback."""
+    own, cut, _ = text.partition("Traceback (most recent call last)")
+    words = " ".join(own.split())
+    if len(words) > _MOST_CHARACTERS:
+        words, cut = words[:_MOST_CHARACTERS], "cut"
+    return f"{words} ..." if cut else words
+
+
+def _hint(error: BaseException) -> str | None:
+    """What else to say of some failures."""
+    spawning = sys.modules.get("torch.multiprocessing.spawn")
+    if spawning is not None and isinstance(error, spawning.ProcessException):
+        return (
+            "if the processes that the program starts are its ranks: let it be one rank, as under "
+            "torchrun, which takes RANK and WORLD_SIZE from the environment"
+        )
+    if isinstance(error, EOFError) and "when reading a line" in str(error):
+        return (
+            "the standard input of ranks is empty: give the program what it asks for as arguments"
+        )
+    return None
 
 
 def _last_line(error: BaseException) -> str:
@@ -329,8 +368,10 @@ def _last_line(error: BaseException) -> str:
 
 
 def _show(error: BaseException) -> None:
-    """Print it as the interpreter would."""
+    """Print it as the interpreter would; of our own errors only the program's part."""
     error.__traceback__ = _own_frames(error.__traceback__)
+    if isinstance(error, PrismError):
+        _cut_at_ours(error.__traceback__)
     with contextlib.suppress(Exception):
         sys.excepthook(type(error), error, error.__traceback__)
 
@@ -344,3 +385,12 @@ def _own_frames(found: types.TracebackType | None) -> types.TracebackType | None
             return found
         found = found.tb_next
     return first
+
+
+def _cut_at_ours(found: types.TracebackType | None) -> None:
+    """End a traceback where the program's call comes into this package."""
+    while found is not None:
+        after = found.tb_next
+        if after is not None and after.tb_frame.f_code.co_filename.startswith(_OURS):
+            found.tb_next = None
+        found = found.tb_next

@@ -101,7 +101,9 @@ class ProgramCall:
         if path.is_dir() or path.suffix in (".zip", ".pyz"):
             runpy.run_path(self.path, run_name="__main__")
             return
-        sys.path.insert(0, os.path.realpath(path.parent))
+        # As Python: modules are beside the script that a link leads to.
+        script = path.parent / path.readlink() if path.is_symlink() else path
+        sys.path.insert(0, os.path.realpath(script.parent))
         full = os.path.abspath(path)  # noqa: PTH100  as Python: without following links
         main.__file__ = full
         main.__loader__ = SourceFileLoader("__main__", full)

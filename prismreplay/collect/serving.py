@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from prismreplay.collect import stale
 from prismreplay.collect.coordinator import Coordinator
 from prismreplay.collect.handover import Parcel
 from prismreplay.collect.logs import RankLogs
@@ -106,8 +107,7 @@ class Service:
                 if handle == self._pump:
                     self._pump(what)
             self._reap(block=False)
-        for one in self._alive.values():
-            _kill_group(one.pid)
+        stale.end_groups([one.pid for one in self._alive.values()])
         self._reap(block=True)
         self._selector.close()
         self._logs.close()
@@ -142,7 +142,7 @@ class Service:
         elif name == "store":
             to.ask_store(rank, *message[1:])
         elif name == "join":
-            to.join(rank, _group(message))
+            to.join(rank, *_group(message))
         elif name == "failed":
             self._failures[rank] = message
             raise self._failure(rank, 1)
@@ -251,12 +251,13 @@ class Service:
             return RankFailedError(
                 f"rank {rank} failed: {message}",
                 where=str(log),
-                report=report,
-                hint="the traceback of that rank is above; the other ranks were stopped",
+                report="" if self._logs.shows(rank) else report,
+                hint=hint or "the traceback of that rank is above; the other ranks were stopped",
             )
-        report = self._logs.tail(rank)
+        printed = self._logs.tail(rank)
+        report = "" if self._logs.shows(rank) else printed
         hint = "the other ranks were stopped"
-        if report:
+        if printed:
             hint = "the end of what it printed is above; the other ranks were stopped"
         if code > 0:
             what = f"ended with exit code {code}"
@@ -276,7 +277,7 @@ class Service:
         self.largest_rank_bytes = max(self.largest_rank_bytes, usage.ru_maxrss * 1024)
         self._alive.pop(one.rank, None)
         # Workers that it started and did not end.
-        _kill_group(one.pid)
+        stale.end_groups([one.pid])
         for registered in (one.channel, one.pidfd):
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(registered)
@@ -289,14 +290,10 @@ class Service:
             self._collect_status(one, 0 if block else os.WNOHANG)
 
 
-def _kill_group(leader: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
-
-
-def _group(message: Message) -> Group:
-    _, _, name, ranks, place, backend, generation, desc = message
-    return Group(name, tuple(ranks), place, backend, generation, desc)
+def _group(message: Message) -> tuple[Group, str]:
+    """A group, and the program's line that made it."""
+    _, _, name, ranks, place, backend, generation, desc, site = message
+    return Group(name, tuple(ranks), place, backend, generation, desc), site
 
 
 def _error_class(code: str | None) -> type[ReplayError] | None:

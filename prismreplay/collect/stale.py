@@ -17,11 +17,19 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RUN_VARIABLE", "Cleaned", "clean", "note_groups", "run_name", "start_time"]
+__all__ = [
+    "RUN_VARIABLE",
+    "Cleaned",
+    "clean",
+    "end_groups",
+    "note_groups",
+    "run_name",
+    "start_time",
+]
 
 RUN_VARIABLE = "PRISMREPLAY_RUN"
 """Environment variable that holds the name of the run in all its processes."""
@@ -64,17 +72,63 @@ def clean(folder: Path | None = None) -> Cleaned:
     for entry in dead:
         groups.update(_groups_of(entry))
     processes = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and _is_left_over(int(entry.name), groups):
+    for pid in _processes():
+        if _is_left_over(pid, groups) and not _is_tracker(pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(int(entry.name), signal.SIGKILL)
-                processes.append(int(entry.name))
+                os.kill(pid, signal.SIGKILL)
+                processes.append(pid)
     folders = []
     for entry in dead:
         with contextlib.suppress(OSError):
             shutil.rmtree(entry)
             folders.append(str(entry))
     return Cleaned(tuple(folders), tuple(processes))
+
+
+def end_groups(leaders: Collection[int]) -> None:
+    """Kill all processes of these process groups.
+
+    But not multiprocessing's trackers, which then remove the semaphores and shared memory that
+    the killed ones had, and end by themselves.
+    """
+    wanted = {leader for leader in leaders if _has_members(leader)}
+    while wanted:
+        found = [
+            pid
+            for pid in _processes()
+            if (fields := _stat(pid)) is not None
+            and fields[0] != "Z"
+            and int(fields[2]) in wanted
+            and not _is_tracker(pid)
+        ]
+        if not found:
+            return
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except PermissionError:
+                return  # never of those that we started
+            except ProcessLookupError:
+                pass
+
+
+def _has_members(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _processes() -> Iterator[int]:
+    return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -152,3 +152,8 @@ class Op:
     def kind(self) -> Kind:
         """What the trace calls it."""
         return self.call.kind
+
+    @property
+    def count(self) -> int | None:
+        """`seq` as people count: without the tag that stands above the numbers of messages."""
+        return None if self.seq is None else self.seq - (self.tag << 32)

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from prismreplay.errors import UnsupportedOperationError
 from prismreplay.runtime.annotations import make_recorder
+from prismreplay.runtime.exits import before_exit
 from prismreplay.runtime.graph_recorder import GraphRecorder
 from prismreplay.runtime.operations import Call, Group, Op
 from prismtrace.recorder import SpanWriter
@@ -50,6 +51,7 @@ def start(rank: int, world_size: int) -> tuple[RecordRole, GraphRecorder]:
     # Whichever comes first; processes that multiprocessing starts have no atexit.
     atexit.register(recorder.finish)
     multiprocessing.util.Finalize(None, recorder.finish, exitpriority=100)
+    before_exit(lambda code: recorder.finish() if code == 0 else writer.flush())
     _note_failure(recorder)
     return RecordRole(recorder), recorder
 

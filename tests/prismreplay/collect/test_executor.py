@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from prismreplay.errors import UnsupportedOperationError
 from prismreplay.runtime.operations import Call
-from prismtrace.schema import ReduceOp
+from prismtrace.schema import DType, ReduceOp
 from tests.prismreplay.collect.gloo_ranks import on_gloo
 from tests.prismreplay.collect.members import perform
 
@@ -129,3 +130,9 @@ def test_other_reducing_calls_are_those_of_gloo(size: int) -> None:
         several = [[values(one, count, dtype) for count in (3, 70_000, 11)] for one in range(size)]
         for got in perform(Call.ALL_REDUCE, several, several)[rank]:
             assert same_bits(got, next(expected))
+
+
+def test_elements_that_cannot_be_reduced_are_refused_by_name() -> None:
+    ones = [[torch.ones(4).to(torch.float8_e4m3fn)] for _ in range(2)]
+    with pytest.raises(UnsupportedOperationError, match=r"all_reduce .sum.*float8_e4m3fn"):
+        perform(Call.ALL_REDUCE, ones, ones, dtype=DType.FLOAT8_E4M3FN)

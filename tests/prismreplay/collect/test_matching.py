@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from prismreplay.collect.deadlock import operation
 from prismreplay.collect.matching import Matcher
 from prismreplay.errors import MismatchError
 from prismreplay.runtime.operations import Call, Group, Op, TensorSpec
@@ -137,3 +138,19 @@ def test_a_message_that_does_not_fit_its_receive() -> None:
     matcher.arrive(0, 1, send(0, 1), "")
     with pytest.raises(MismatchError, match="number of elements of recv: 5 on rank 1"):
         matcher.arrive(1, 1, recv(1, 0, spec=F5), None)
+
+
+def test_a_group_has_the_same_members_on_all_of_them() -> None:
+    matcher = Matcher()
+    matcher.join(0, Group("1", (0, 1), 0, "gloo"), "a.py:3")
+    matcher.join(1, Group("1", (0, 1), 1, "gloo"), "a.py:3")
+    for rank in (0, 1):  # private ones share a name and nothing else
+        matcher.join(rank, Group("2", (rank,), 0, "gloo"))
+    with pytest.raises(MismatchError, match=r"0-2 on rank 2 at a.py:9, 0-1 on rank 0 at a.py:3"):
+        matcher.join(2, Group("1", (0, 1, 2), 2, "gloo"), "a.py:9")
+
+
+def test_messages_with_tags_are_counted_without_them() -> None:
+    tagged = recv(1, 0, seq=(4 << 32) + 2, tag=4)
+    assert tagged.count == 2
+    assert operation(tagged) == "recv 2 with tag 4 from rank 0 in group '0'"

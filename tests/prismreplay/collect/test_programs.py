@@ -106,3 +106,21 @@ def test_a_module_sees_what_python_would_show_it(tmp_path: Path) -> None:
         for call in (["-m", "pkg.work", "a", "-b"], ["-c", RUN.format("pkg.work", True)])
     ]  # fmt: skip
     assert outputs[0] == outputs[1]
+
+
+def test_modules_are_beside_the_script_that_a_link_leads_to(tmp_path: Path) -> None:
+    for name in ("there", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "there/beside.py").write_text("name = 'neighbour'\n")
+    (tmp_path / "there/script.py").write_text(SEEN)
+    (tmp_path / "here/link.py").symlink_to("../there/script.py")
+    repo = Path(__file__).resolve().parents[3]
+    outputs = [
+        subprocess.run(
+            [sys.executable, *call],
+            cwd=tmp_path, capture_output=True, text=True, check=True,
+            env={"PYTHONPATH": str(repo)},
+        ).stdout
+        for call in (["here/link.py", "a", "-b"], ["-c", RUN.format("here/link.py", False)])
+    ]  # fmt: skip
+    assert json.loads(outputs[0]) == json.loads(outputs[1])

@@ -13,7 +13,7 @@ import pytest
 from prismreplay.collect import client
 from prismreplay.collect.collecting import CollectOptions, CollectReport, collect
 from prismreplay.collect.programs import ProgramCall
-from prismreplay.errors import DeadlockError, RankFailedError
+from prismreplay.errors import DeadlockError, MismatchError, RankFailedError
 
 Run = Callable[..., tuple[CollectReport, list[str]]]
 
@@ -192,6 +192,43 @@ def test_a_rank_that_leaves_without_a_word_is_missed(run: Run) -> None:
     with pytest.raises(DeadlockError, match="program of rank 2 has ended"):
         run(program)
     assert _children() == []
+
+
+def test_processes_that_a_rank_forks_are_not_the_rank(run: Run) -> None:
+    program = """
+        dist.barrier()
+        pid = os.fork()
+        if pid == 0:
+            dist.barrier()
+        _, status = os.waitpid(pid, 0)
+        dist.barrier()
+        print("status", os.waitstatus_to_exitcode(status), flush=True)
+        os._exit(0)
+    """
+    report, logs = run(program, 2)
+    assert report.collectives == 2
+    assert report.policies == {}
+    assert report.nodes > 2 * 2  # all of both ranks, whatever way they ended
+    for log in logs:
+        assert "status 1" in log
+        assert "communication in a process that a rank has forked" in log
+        assert "prismreplay/" not in log  # frames of ours
+
+
+def test_what_an_exception_says_is_one_line(run: Run) -> None:
+    program = """
+        raise ValueError("first" + chr(10) + "second\\nTraceback (most recent call last):\\n x")
+    """
+    with pytest.raises(RankFailedError, match=r"ValueError: first second \.\.\. \["):
+        run(program, 1)
+
+
+def test_groups_made_in_another_order_are_told(run: Run) -> None:
+    program = """
+        both = [dist.new_group(one) for one in ([[0, 1], [0, 1, 2]])[:: 1 if rank else -1]]
+    """
+    with pytest.raises(MismatchError, match="disagree on the members of a group"):
+        run(program)
 
 
 def test_finished_steps_of_a_run_that_fails_are_kept(

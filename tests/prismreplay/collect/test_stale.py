@@ -13,6 +13,7 @@ import pytest
 
 from prismreplay.collect import stale
 
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where the kernel has it
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
@@ -101,3 +102,27 @@ def test_programs_that_carry_the_name_of_a_dead_run_are_ended(
         with subprocess.Popen(SLEEP, env=environment) as process:
             assert (process.pid in stale.clean(tmp_path).processes) == ends
             process.kill()
+
+
+def test_trackers_of_shared_memory_clean_up_after_a_group(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import time\n"
+        "from multiprocessing import shared_memory\n"
+        "memory = shared_memory.SharedMemory(create=True, size=64)\n"
+        "print(memory.name, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        name = process.stdout.readline().strip()
+        assert (SHARED_MEMORY / name).exists()
+        stale.end_groups([process.pid])
+        assert _gone(process)
+    deadline = time.monotonic() + 10
+    while (SHARED_MEMORY / name).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not (SHARED_MEMORY / name).exists()
+    stale.end_groups([process.pid])  # nobody is left
