@@ -6,7 +6,9 @@
 Every shape: collect, slice and merge; then three times a true run, every rank pinned to a core of
 its own, and a run of two sandbox ranks on the same cores, while the cores of the other ranks do
 the same kind of work. What is measured is the time between the ends of the optimizer's steps on
-one and the same rank. Shapes that are in the results folder are not repeated, so an interrupted
+one and the same rank. With --assistants communication with virtual ranks costs the ranks processor
+time, as it does in a true run, in slices as in emulated runs. With --wide there are further true
+runs, in which every rank has a second core that gloo's threads can use. Shapes that are in the results folder are not repeated, so an interrupted
 benchmark goes on where it stopped.
 """
 
@@ -66,20 +68,23 @@ SLOWDOWNS = (1.2, 2.0)
 class Bench:
     """Runs shapes, one after another."""
 
-    def __init__(self, output: Path, cores: Sequence[int], transport: str) -> None:
+    def __init__(
+        self, output: Path, cores: Sequence[int], transport: str, assistants: int = 0
+    ) -> None:
         self.output = output
         self.cores = list(cores)
         self.transport = transport
+        self.assistants = assistants
         self.work = output / "work"
         self.work.mkdir(parents=True, exist_ok=True)
 
     # --- what every shape needs -------------------------------------------------------
 
-    def comm_table(self) -> Path | None:
-        """Times of communications on this machine, measured once; None without the command."""
-        table = self.work / "comm.parquet"
+    def comm_table(self, most: int) -> Path | None:
+        """Times of communications of up to `most` ranks on this machine; None: no such command."""
+        table = self.work / f"comm-{most}.parquet"
         if not table.is_file():
-            members = [count for count in (2, 4, 8, 16) if count <= len(self.cores)]
+            members = [count for count in (2, 4, 8, 16) if count <= most]
             options = [
                 *("--nproc", str(members[-1]), "--group-sizes", ",".join(map(str, members))),
                 *("--sizes", "1K-16M", "--factor", "8", "--rounds", "3", "-o", str(table)),
@@ -106,9 +111,11 @@ class Bench:
         found["slice"] = self.command(
             f"{name} slice",
             *("slice", str(bare), "--sandbox-size", "2", "--devices", str(len(self.cores))),
-            *("--repeat", "2", "-o", str(slices), *program),
+            *("--repeat", "2", "--assistants", str(self.assistants)),
+            *("-o", str(slices), *program),
+            more={"FIDELITY_CLAIMS": str(folder / "claims")},
         )
-        table = self.comm_table()
+        table = self.comm_table(min(shape.ranks, len(self.cores)))
         found["merge"] = self.command(
             f"{name} merge",
             *("merge", str(slices), "--bare", str(bare), "-o", str(calibrated)),
@@ -123,10 +130,13 @@ class Bench:
 
     # --- runs -------------------------------------------------------------------------
 
-    def true_run(self, name: str, shape: Shape, slow: str = "") -> list[int]:
-        """Step times of a sandbox rank in a true run, in ns."""
+    def true_run(self, name: str, shape: Shape, slow: str = "", each: int = 1) -> list[int]:
+        """Step times of a sandbox rank in a true run with `each` cores a rank, in ns."""
         times = self.work / name / "times-true"
-        pins = ",".join(f"{rank}:{core}" for rank, core in enumerate(self.cores[: shape.ranks]))
+        pins = ",".join(
+            f"{rank}:{'+'.join(map(str, self.cores[rank * each : (rank + 1) * each]))}"
+            for rank in range(shape.ranks)
+        )
         words = [str(TOOLS / "true_run.py"), "--ranks", str(shape.ranks), "--"]
         self.twice(
             f"{name} true",
@@ -150,6 +160,7 @@ class Bench:
             *("run", str(folder / "calibrated.parquet")),
             *("--sandbox", ",".join(map(str, shape.sandbox))),
             *("--tensors", str(folder / "bare.tensors"), "--transport", self.transport),
+            *(("--assistants", str(self.assistants)) if self.assistants else ()),
             *(("--inject", inject) if inject else ()),
             *("-o", str(folder / "run.parquet"), "--", *shape.words(TIMED_STEPS)),
         ]
@@ -189,12 +200,13 @@ class Bench:
         times: Path | None = None,
         pins: str = "",
         cores: Sequence[int] = (),
+        more: dict[str, str] | None = None,
     ) -> Any:
         """One of our commands; its report, with the time it took."""
         name, *rest = words
         call = ["-m", f"{package}.cli", name, "--json", *rest]
         begun = time.monotonic()
-        printed = self.twice(title, call, times, pins, {}, cores)
+        printed = self.twice(title, call, times, pins, more or {}, cores)
         report = json.loads(printed)
         return {"wall_s": time.monotonic() - begun, "report": report}
 
@@ -256,17 +268,23 @@ class Bench:
 
     # --- a shape ----------------------------------------------------------------------
 
-    def measure(self, name: str, shape: Shape, injected: bool) -> dict[str, Any]:
-        """Everything about a shape."""
+    def measure(self, name: str, shape: Shape, injected: bool, wide: bool) -> dict[str, Any]:
+        """Everything about a shape. What is there so far is in a file while it goes on."""
         begun = time.monotonic()
         found: dict[str, Any] = {"shape": name, "ranks": shape.ranks, "machine": machine()}
         found["words"] = shape.words(TIMED_STEPS)[1:]
         found["sandbox"] = shape.sandbox
         found["calibration"] = self.calibrate(name, shape)
-        found["true_ns"], found["emulated"] = [], []
+        found["assistants"] = self.assistants
+        found["true_ns"], found["emulated"], found["true_wide_ns"] = [], [], []
+        part = self.output / f"{name}.part"
         for _ in range(REPEATS):
             found["true_ns"].append(self.true_run(name, shape))
             found["emulated"].append(self.emulated_run(name, shape))
+            if wide and 2 * shape.ranks <= len(self.cores):
+                found["true_wide_ns"].append(self.true_run(name, shape, each=2))
+            part.write_text(json.dumps(found))
+        part.unlink()
         found["injected"] = []
         for rank in shape.inject if injected else ():
             for factor in SLOWDOWNS:
@@ -341,6 +359,16 @@ def row(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def wide_rows(found: dict[str, Any]) -> Iterator[list[str]]:
+    """What a second core for every rank does to true runs."""
+    if found.get("true_wide_ns"):
+        true, wide = (
+            statistics.mean(typical(times) for times in found[name])
+            for name in ("true_ns", "true_wide_ns")
+        )
+        yield [found["shape"], f"{true:.2f}", f"{wide:.2f} ({wide / true - 1:+.1%})"]
+
+
 def injected_rows(found: dict[str, Any]) -> Iterator[list[str]]:
     """By how much a slow virtual rank shifts the step, truly and emulated."""
     true = statistics.mean(typical(times) for times in found["true_ns"])
@@ -363,6 +391,9 @@ def tables(output: Path) -> str:
         "emulated ms", "all took s",
     )  # fmt: skip
     lines = markdown(heads, [row(found) for found in all_found])
+    wide = [cells for found in all_found for cells in wide_rows(found)]
+    if wide:
+        lines += ["", *markdown(("job", "true step ms", "with two cores a rank"), wide)]
     shifts = [cells for found in all_found for cells in injected_rows(found)]
     if shifts:
         lines += ["", *markdown(("job", "slowed down", "true step", "emulated step"), shifts)]
@@ -383,6 +414,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("fidelity-results"))
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--transport", default="auto", help="of `prismreplay run`")
+    parser.add_argument("--assistants", type=int, default=0, help="of slices and runs")
+    parser.add_argument("--wide", nargs="*", choices=SHAPES, default=[], help="also two cores each")
     parser.add_argument("--budget", type=float, default=520, help="begin no shape that ends later")
     parser.add_argument("--no-inject", action="store_true", help="leave slowed-down ranks out")
     parser.add_argument("--table", action="store_true", help="print the table, run nothing")
@@ -399,7 +432,8 @@ def main() -> None:
         if not options.anyway:
             return
         cores = [cores[rank % len(cores)] for rank in range(needed)]
-    bench = Bench(options.output, cores, options.transport)
+    transport = "reduced" if options.assistants else options.transport
+    bench = Bench(options.output, cores, transport, options.assistants)
     begun, longest = time.monotonic(), 0.0
     for name in options.shapes:
         result = options.output / f"{name}.json"
@@ -410,7 +444,7 @@ def main() -> None:
             break
         print(f"{name}:", flush=True)
         try:
-            found = bench.measure(name, SHAPES[name], not options.no_inject)
+            found = bench.measure(name, SHAPES[name], not options.no_inject, name in options.wide)
         except (subprocess.SubprocessError, OSError, json.JSONDecodeError) as error:
             print(f"  failed: {error}", file=sys.stderr)
             continue

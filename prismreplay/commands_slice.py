@@ -37,8 +37,8 @@ def slice_(
         int | None,
         typer.Option(
             min=1,
-            help="Devices to use; a slice takes one for each of its ranks and one for the "
-            "emulator, and several run at once where there is room. Default: the CPU cores.",
+            help="Devices to use; a slice takes one for each of its ranks and assistants and one for "
+            "the emulator, and several run at once where there is room. Default: the CPU cores.",
         ),
     ] = None,
     tensors: Annotated[
@@ -80,6 +80,14 @@ def slice_(
         int | None,
         typer.Option(min=1, help="Ranks of one host, as the program sees it. Default: all."),
     ] = None,
+    assistants: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Processes of a slice that play virtual ranks in real groups with its ranks, so "
+            "that communicating costs a rank what it costs; each needs a core. 0: it costs nothing.",
+        ),
+    ] = 0,
     comm_table: Annotated[
         Path | None,
         typer.Option(help="With --refine: measured times of communications, as for merge."),
@@ -140,6 +148,7 @@ def slice_(
         shm_dir=shm_dir,
         comm_table=comm_table,
         ranks_per_host=ranks_per_host,
+        assistants=assistants,
     )
     with console.progress("slicing") as bar:
         done = 0
@@ -206,6 +215,8 @@ def _print(report: SlicingReport, options: SliceOptions) -> None:
         ("at once", f"{report.at_once}"),
         ("groups", f"{report.whole_groups} of {groups} measured as a whole"),
     ]
+    if report.assistants:
+        rows.append(("assistants", f"{report.assistants} a slice, in real groups of few"))
     if steps:
         rows.append(("steps took", f"{min(steps) / 1e6:,.3f} to {max(steps) / 1e6:,.3f} ms"))
     cost = sum(one.virtual_late[1] for one in report.outcomes)
@@ -242,9 +253,10 @@ def _warn(report: SlicingReport) -> None:
             file=sys.stderr,
         )
     if report.split_groups:
+        took = "what few ranks take" if report.assistants else "no time yet"
         print(
             f"note: {console.counted(report.split_groups, 'group')} were never real as a whole, and "
-            "their transfers take no time yet: give merge a --comm-table and --ranks-per-host",
+            f"their transfers take {took}: give merge a --comm-table and --ranks-per-host",
             file=sys.stderr,
         )
     if not report.timing_true:

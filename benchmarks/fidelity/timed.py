@@ -3,12 +3,14 @@
     timed.py SCRIPT [ARGUMENTS]...
 
 Environment: FIDELITY_TIMES is the folder for `rank-N.json` (times of the ends of optimizer steps
-in ns); FIDELITY_CORES pins ranks to cores, as in `0:4,1:5`; FIDELITY_SLOW makes the layers of a
-rank take longer, as in `5:1.2`.
+in ns); FIDELITY_CORES pins ranks to cores, as in `0:4,1:5+6`; with FIDELITY_CLAIMS, a folder, each
+rank takes a core that no other has, of those it may use; FIDELITY_SLOW makes the layers of a rank
+take longer, as in `5:1.2`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import runpy
@@ -33,6 +35,20 @@ _SLOWED = "Block"
 def _of_rank(variable: str, rank: int) -> str | None:
     pairs = (pair.split(":") for pair in os.environ.get(variable, "").split(",") if pair)
     return {int(number): value for number, value in pairs}.get(rank)
+
+
+def _claim_core(folder: Path) -> tuple[int, int] | None:
+    """A core that no other rank has, and the lock that keeps it until this process ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for core in sorted(os.sched_getaffinity(0)):
+        lock = os.open(folder / str(core), os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            continue
+        return core, lock
+    return None
 
 
 def _slow_down(factor: float) -> None:
@@ -76,7 +92,12 @@ def main() -> None:
     torch.set_num_threads(1)
     core = _of_rank("FIDELITY_CORES", rank)
     if core is not None:
-        os.sched_setaffinity(0, {int(core)})
+        os.sched_setaffinity(0, set(map(int, core.split("+"))))
+    claims = os.environ.get("FIDELITY_CLAIMS")
+    claimed = _claim_core(Path(claims)) if claims else None
+    if claimed is not None:
+        # What the rank starts from here on, gloo's threads among it, stays on this core, too.
+        os.sched_setaffinity(0, {claimed[0]})
     factor = _of_rank("FIDELITY_SLOW", rank)
     if factor is not None:
         _slow_down(float(factor))

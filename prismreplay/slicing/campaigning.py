@@ -41,8 +41,8 @@ class SliceOptions:
     Attributes:
         graph: the bare graph, as `collect` wrote it.
         sandbox_size: ranks that are real at a time.
-        devices: on CPUs the cores to use; a slice takes one for each of its ranks and one for
-            the emulator. Those that `cores` names, or the first ones.
+        devices: on CPUs the cores to use; a slice takes one for each of its ranks and assistants
+            and one for the emulator. Those that `cores` names, or the first ones.
         tensors: what virtual ranks send.
         repeats: executions of every slice.
         refine: rounds after the first at most, in which virtual ranks arrive when the round
@@ -56,6 +56,8 @@ class SliceOptions:
         quiet_stdout: pass it on to stderr only.
         shm_dir: folder for tensors that ranks hand over; None: memory.
         comm_table, ranks_per_host: for merging between rounds, see `prismcalib merge`.
+        assistants: processes of each slice that play virtual ranks in real groups with the real
+            ones (`prismreplay.run.reduced`); 0: communication with virtual ranks costs nothing.
     """
 
     graph: Path
@@ -74,6 +76,7 @@ class SliceOptions:
     shm_dir: Path | None = None
     comm_table: Path | None = None
     ranks_per_host: int | None = None
+    assistants: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class SlicingReport:
         world_size: ranks of the job.
         slices: the ranks of each.
         at_once: how many ran at a time.
+        assistants: processes of each that played virtual ranks in real groups.
         timing_true: whether everybody had a core to itself.
         ran, kept: executions that were made now, and before an interruption.
         replaced: files of other jobs that were removed, with what differs.
@@ -110,6 +114,7 @@ class SlicingReport:
     outcomes: tuple[SliceOutcome, ...]
     rounds: tuple[Round, ...]
     wall_s: float
+    assistants: int = 0
 
     @property
     def settled(self) -> bool:
@@ -167,7 +172,7 @@ class _Campaign:
         self._bare = _bare(options.graph)
         self._rotation = rotate(self._bare.header.ranks, options.sandbox_size, ties_of(self._bare))
         self._wanted = executions(self._rotation, options.repeats)
-        self._places = places_of(options.devices, self._rotation)
+        self._places = places_of(options.devices, self._rotation, assistants=options.assistants)
         self._graph = tuple(self._bare.paths)
         self._outcomes: list[SliceOutcome] = []
         self._ran = self._kept = 0
@@ -219,6 +224,7 @@ class _Campaign:
             outcomes=tuple(self._outcomes),
             rounds=tuple(rounds),
             wall_s=0.0,
+            assistants=self._options.assistants,
         )
 
     # --- rounds -----------------------------------------------------------------------
@@ -260,7 +266,10 @@ class _Campaign:
             sources=options.tensors.sources,
             steps="all" if steps is None else "{}-{}".format(*steps),
             arrivals=arrivals,
-            more={"routing": repr(options.tensors.routing)},
+            more={
+                "routing": repr(options.tensors.routing),
+                **({"assistants": str(options.assistants)} if options.assistants else {}),
+            },
         )
         found = look(folder, self._wanted, fingerprint)
         self._replaced |= {path.name: unlike for path, unlike in found.foreign.items()}
@@ -302,6 +311,7 @@ class _Campaign:
             arrivals=arrivals,
             shm_dir=options.shm_dir,
             timing_true=self._places.timing_true,
+            assistants=options.assistants,
         )
 
     @property

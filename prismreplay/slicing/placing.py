@@ -29,20 +29,22 @@ def places_of(
     devices: int | None,
     rotation: Sequence[Sequence[int]],
     usable: Sequence[int] | None = None,
+    assistants: int = 0,
 ) -> Places:
     """Rooms for the slices of a rotation.
 
     A slice needs a core for each of its ranks and one for the emulator, which hands data over
-    and plays the virtual ranks. With too few cores one slice runs at a time, on all of them.
+    and plays the virtual ranks; assistants need one each, too. With too few cores one slice runs at a time, on all of them.
 
     Args:
         devices: cores to use; None: all that this process may.
         rotation: the ranks of every slice.
         usable: numbers of the cores that this process may use; None: ask the system.
+        assistants: of every slice.
     """
     cores = sorted(os.sched_getaffinity(0)) if usable is None else list(usable)
     wanted = devices or len(cores)
-    needed = max(map(len, rotation), default=1) + 1
+    needed = max(map(len, rotation), default=1) + 1 + assistants
     if wanted > len(cores) or wanted < needed:
         # More than there are: cores are shared, and the times show it.
         shared = () if wanted >= len(cores) else tuple(cores[:wanted])

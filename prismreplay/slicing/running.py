@@ -3,7 +3,8 @@
 A communication whose members are all real takes its time on the real backend. One with virtual
 members has none of its own: it is over as soon as the last real member has come, and its transfer
 is left to a table or a model (`prismcalib merge --comm-table`), or, when slices are refined, is
-what the timeline of the round before says.
+what the timeline of the round before says. With assistants it takes the time of a real group of
+few, which counts for want of others.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from prismreplay.plan import compile_plan
 from prismreplay.slicing.cutting import steps_only
 from prismreplay.slicing.fingerprint import KEY
 from prismreplay.slicing.task import SliceOutcome, SliceTask
-from prismtrace.schema import LOCAL_KINDS, SliceInfo, TransferSource
+from prismtrace.schema import LOCAL_KINDS, P2P_KINDS, SliceInfo, TransferSource
 from prismtrace.trace import Trace, node_schema, open_trace, write_nodes
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def perform(task: SliceTask) -> SliceOutcome:
                 shown=task.shown,
                 quiet_stdout=task.quiet_stdout,
                 shm_dir=task.shm_dir,
+                assistants=task.assistants,
                 slice=SliceInfo(
                     index=execution.index,
                     real_ranks=execution.ranks,
@@ -91,10 +93,9 @@ def _timing(task: SliceTask, graph: Trace) -> Callable[[], Timing]:
 def _finished(task: SliceTask, graph: Trace, raw: Trace, ran: RunOutcome) -> SliceOutcome:
     """Write the slice as it is merged: with sources of transfers, and what it was made from."""
     mixed = _is_mixed(_real_groups(ran, raw))
-    if task.arrivals is None:
-        rows = raw.nodes.with_columns(_source(mixed))
-    else:
-        rows = _with_planned_transfers(raw.nodes, mixed, graph)
+    rows = raw.nodes.with_columns(_source(mixed, task))
+    if task.arrivals is not None:
+        rows = _with_planned_transfers(rows, mixed, graph)
     job = open_trace(list(task.graph)).header
     header = raw.header.model_copy(
         update={
@@ -158,22 +159,43 @@ def _is_mixed(real: list[int]) -> pl.Expr:
     return _is_communication() & ~pl.col("group").is_in(real)
 
 
-def _source(mixed: pl.Expr) -> pl.Expr:
+def _source(mixed: pl.Expr, task: SliceTask) -> pl.Expr:
+    """What times of mixed communications are: a small group's where an assistant took part."""
     kind = node_schema()["transfer_source"]
-    none = pl.lit(TransferSource.NONE.value).cast(kind)
-    return pl.when(mixed).then(none).otherwise(pl.col("transfer_source")).alias("transfer_source")
+    none, reduced = (
+        pl.lit(source.value).cast(kind) for source in (TransferSource.NONE, TransferSource.REDUCED)
+    )
+    # Messages between real ranks go through the emulator alone, in a mixed group.
+    is_message = pl.col("kind").cast(pl.String).is_in([one.value for one in P2P_KINDS])
+    alone = is_message & pl.col("peer").is_in(task.execution.ranks)
+    played = pl.lit(task.assistants > 0) & ~alone.fill_null(value=False)
+    return (
+        pl.when(mixed & played)
+        .then(reduced)
+        .when(mixed)
+        .then(none)
+        .otherwise(pl.col("transfer_source"))
+        .alias("transfer_source")
+    )
 
 
 def _with_planned_transfers(rows: pl.LazyFrame, mixed: pl.Expr, graph: Trace) -> pl.LazyFrame:
-    """Transfers of operations with virtual members, as the graph has them."""
+    """Transfers of operations with virtual members, as the graph has them, if it knows any.
+
+    What it does not know, the run has measured again if it has assistants.
+    """
+    unknown = [TransferSource.NONE.value, TransferSource.REDUCED.value]
+    is_reduced = pl.col("transfer_source").cast(pl.String) == TransferSource.REDUCED.value
+    is_unknown = pl.col("planned_source").cast(pl.String).is_in(unknown)
+    planned = mixed & ~(is_reduced & is_unknown).fill_null(value=False)
     known = graph.nodes.select(
         "rank", "index", planned_ns="transfer_ns", planned_source="transfer_source"
     )
     return (
         rows.join(known, on=["rank", "index"], how="left", maintain_order="left")
         .with_columns(
-            transfer_ns=pl.when(mixed).then("planned_ns").otherwise("transfer_ns"),
-            transfer_source=pl.when(mixed).then("planned_source").otherwise("transfer_source"),
+            transfer_ns=pl.when(planned).then("planned_ns").otherwise("transfer_ns"),
+            transfer_source=pl.when(planned).then("planned_source").otherwise("transfer_source"),
         )
         .drop("planned_ns", "planned_source")
     )

@@ -33,6 +33,7 @@ class SliceTask:
         arrivals: a calibrated trace that says when virtual ranks arrive; None: early.
         shm_dir: folder for tensors that ranks hand over; None: memory.
         timing_true: whether there is a core for everybody.
+        assistants: processes that play virtual ranks in real groups; 0: the emulator does.
     """
 
     program: ProgramCall
@@ -51,6 +52,7 @@ class SliceTask:
     arrivals: Path | None = None
     shm_dir: Path | None = None
     timing_true: bool = True
+    assistants: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 
+import polars as pl
 import pytest
 
 from prismcalib import SliceOptions as MergeOptions
@@ -12,9 +13,13 @@ from prismreplay.collect.programs import ProgramCall
 from prismreplay.errors import SliceError
 from prismreplay.slicing.campaigning import SliceOptions, slice_job
 from prismreplay.slicing.placing import places_of
+from prismreplay.slicing.progress import Execution
+from prismreplay.slicing.running import _is_mixed, _source
+from prismreplay.slicing.task import SliceTask
 from prismreplay.slicing.workers import Nursery, WorkError
+from prismreplay.tensors.choices import TensorChoices
 from prismtrace.headers import read_header
-from prismtrace.trace import open_trace
+from prismtrace.trace import node_schema, open_trace
 from tests.prismreplay.slicing.jobs import bare_graph, perform
 
 
@@ -164,6 +169,50 @@ def test_slices_run_side_by_side_where_there_are_cores():
     assert few.rooms == ((0, 1),)
     assert not few.timing_true
     assert places_of(9, rotation, range(2)).rooms == ((), (), ())
+    helped = places_of(None, rotation, range(8), assistants=1)
+    assert helped.rooms == ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+def test_slices_with_assistants_are_others(job):
+    folder, graph, run = job
+    run(SliceOptions(graph, 2))
+    report = run(SliceOptions(graph, 2, assistants=1))
+    assert (report.ran, report.assistants) == (2, 1)
+    assert report.replaced["slice-0000.parquet"] == ("assistants",)
+    header = read_header(folder / "slices" / "slice-0000.parquet")
+    assert header.extra["slicing"]["fingerprint"]["assistants"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("assistants", "sources"),
+    [(0, ["none", "none", "none"]), (1, ["reduced", "none", "reduced"])],
+)
+def test_small_groups_times_are_called_so(tmp_path, assistants, sources):
+    graph = bare_graph(tmp_path / "bare.parquet")
+    execution = Execution(index=0, repeat=0, ranks=(0, 1))
+    task = SliceTask(
+        program=ProgramCall("train.py", ()),
+        execution=execution,
+        graph=(graph,),
+        output=tmp_path / "slice.parquet",
+        log_dir=tmp_path,
+        world_size=4,
+        local_world_size=4,
+        tensors=TensorChoices(),
+        fingerprint={},
+        assistants=assistants,
+    )
+    rows = pl.DataFrame(
+        {
+            "kind": ["compute", "all_reduce", "send", "recv", "all_reduce"],
+            "peer": [None, None, 1, 2, None],
+            "group": [None, 0, 0, 0, 1],
+            "transfer_source": [None, None, None, None, "measured"],
+        },
+        schema_overrides={name: node_schema()[name] for name in ("kind", "transfer_source")},
+    )
+    found = rows.select(_source(_is_mixed([1]), task))["transfer_source"].to_list()
+    assert found == [None, *sources, "measured"]
 
 
 def fail_at_second(task):
