@@ -213,6 +213,8 @@ class _Relay:
     answered: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
     status: int | None = None
+    stopped: bool = False
+    """The hub ended it early: a rank that is told to stop may still end with status 0."""
     _asked: dict[int, int] = field(default_factory=dict)
 
     def start(self) -> None:
@@ -257,6 +259,7 @@ class _Relay:
             except (EOFError, OSError):
                 break
             if name == "say":
+                self.stopped = self.stopped or fields[0][0] == "stop"
                 with contextlib.suppress(OSError):  # it has just ended
                     _say(self.process.channel, fields[0], fields[1], self.place)
             elif name == "origin":
@@ -313,7 +316,7 @@ def relay_ranks(
             next_ping += _PING_SECONDS
             next(relay for relay in relays if not relay.ended.is_set()).ask_time()
     logs.close()
-    failed = [relay.process.rank for relay in relays if relay.status]
+    failed = [relay.process.rank for relay in relays if relay.status or relay.stopped]
     if failed:
         raise RankFailedError(
             f"rank {failed[0]} of this host has failed, or was ended",
