@@ -11,6 +11,7 @@ the C++ base class, which has no backend and may crash.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -68,6 +69,10 @@ class VirtualBackend:
         """Nothing waits."""
 
 
+living: weakref.WeakSet[PrismProcessGroup] = weakref.WeakSet()
+"""The groups of this process."""
+
+
 class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
     """A group of ranks whose communications go to the run's role.
 
@@ -110,6 +115,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         self._wants_sites = bool(getattr(role, "wants_sites", False))
         role.join(group)
         observer.joined(group)
+        living.add(self)
 
     # ---- identity -------------------------------------------------------------------------
 
@@ -195,6 +201,16 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         """The group is not used any more."""
         if self.real is not None:
             self.real.shutdown()
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Give the real group up: its threads end, provided that all it was to do is done.
+
+        Whoever holds this group, such as a `DistributedDataParallel`, held the real one until
+        the interpreter ends. A thread of gloo that then drops its last operation wants the
+        interpreter's lock, and the process aborts ("terminate called without an active exception").
+        """
+        self.real = None
 
     def abort(self) -> None:
         """As `shutdown`, without waiting for anything."""
@@ -572,7 +588,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
 
 
 def _no_real_group() -> Any:
-    message = "this role did not ask for real groups"
+    message = "the group was shut down, or this role did not ask for real groups"
     raise RuntimeError(message)
 
 

@@ -28,6 +28,7 @@ from prismreplay.runtime.annotations import make_recorder
 from prismreplay.runtime.exits import before_exit
 from prismreplay.runtime.graph_recorder import GraphRecorder
 from prismreplay.runtime.operations import Call, Group, Op
+from prismreplay.runtime.process_group import living
 from prismtrace.recorder import SpanWriter
 from prismtrace.spool import SPOOL_SUFFIX
 
@@ -48,12 +49,14 @@ def start(rank: int, world_size: int) -> tuple[RecordRole, GraphRecorder]:
     path = Path(os.environ[SPOOLS_VARIABLE]) / f"rank-{rank:05d}{SPOOL_SUFFIX}"
     writer = SpanWriter(path, rank=rank, world_size=world_size)
     recorder = make_recorder(writer, clock=_now)
+    role = RecordRole(recorder)
+    atexit.register(role.let_go)
     # Whichever comes first; processes that multiprocessing starts have no atexit.
     atexit.register(recorder.finish)
     multiprocessing.util.Finalize(None, recorder.finish, exitpriority=100)
     before_exit(lambda code: recorder.finish() if code == 0 else writer.flush())
     _note_failure(recorder)
-    return RecordRole(recorder), recorder
+    return role, recorder
 
 
 def _note_failure(recorder: GraphRecorder) -> None:
@@ -74,9 +77,20 @@ class RecordRole:
 
     def __init__(self, recorder: GraphRecorder) -> None:
         self._recorder = recorder
+        self._running: set[int] = set()
 
     def join(self, group: Group) -> None:
         """Nothing to do: the backend has joined."""
+
+    def let_go(self) -> None:
+        """The process ends: have the threads of groups that are idle end first.
+
+        See `PrismProcessGroup.let_go`. A group that is not idle may have lost its partners, and
+        would wait for them for as long as its timeout is.
+        """
+        if not self._running:
+            for group in tuple(living):
+                group.let_go()
 
     def submit(
         self, op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], call: Callable[[], Any]
@@ -91,7 +105,10 @@ class RecordRole:
             )
         token, begin = self._recorder.latest
         work = call()
-        return _Recorded(self._recorder, token, begin, op, work, watched=_is_asynchronous(op, call))
+        done = _Recorded(self._recorder, token, begin, op, work, self._running)
+        if _is_asynchronous(op, call):
+            done.watch()
+        return done
 
     def make_store(self, namespace: str) -> NoReturn:
         """Torch keeps its own stores."""
@@ -109,7 +126,7 @@ def _is_asynchronous(op: Op, call: Callable[[], Any]) -> bool:
 class _Recorded:
     """An operation that the backend performs; see `prismreplay.runtime.roles.Pending`."""
 
-    __slots__ = ("_begin", "_ended", "_op", "_recorder", "_token", "_work", "source")
+    __slots__ = ("_begin", "_ended", "_op", "_recorder", "_running", "_token", "_work", "source")
 
     def __init__(
         self,
@@ -118,8 +135,7 @@ class _Recorded:
         begin: int,
         op: Op,
         work: Any,
-        *,
-        watched: bool,
+        running: set[int],
     ) -> None:
         self.source: int | None = None
         self._recorder = recorder
@@ -127,15 +143,21 @@ class _Recorded:
         self._begin = begin
         self._op = op
         self._work = work
+        self._running = running
         self._ended = False
-        if watched:
-            # Some of gloo's have none, such as coalesced reduce-scatters: then the wait tells.
-            with contextlib.suppress(RuntimeError):
-                work.get_future().add_done_callback(self._end)
+
+    def watch(self) -> None:
+        """Have the backend's thread say when it is complete."""
+        # Some of gloo's have no future, such as coalesced reduce-scatters: then the wait tells.
+        with contextlib.suppress(RuntimeError):
+            future = self._work.get_future()
+            self._running.add(self._token)
+            future.add_done_callback(self._end)
 
     def _end(self, _future: Any = None) -> None:
         if not self._ended:
             self._ended = True
+            self._running.discard(self._token)
             self._recorder.completed(self._token, self._begin, _now())
 
     def wait(self) -> None:

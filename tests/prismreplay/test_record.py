@@ -49,7 +49,7 @@ else:
     dist.irecv(received, 0, tag=3).wait()
 if rank == 0:
     dist.isend(torch.ones(3), 1, tag=3).wait()
-print("rank", rank, "is done")
+print(f"rank {rank} is done\\n", end="")  # one write: another rank's may come between two
 dist.destroy_process_group()
 """
 
@@ -91,6 +91,29 @@ def test_a_run_is_recorded_and_explains_itself(tmp_path, write_program, run_comm
     assert messages == [(0, 0, 12), (0, 1, 12)]
     merged = prismcalib.merge(trace).report
     assert abs(merged.difference_ns) <= merged.recorded_ns // 50
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are named in /proc")
+@pytest.mark.parametrize("destroys", [True, False])
+def test_gloo_s_threads_end_before_the_interpreter(write_program, run_command, destroys):
+    # One that drops its last operation later wants the interpreter's lock: the process aborts.
+    # DistributedDataParallel holds its group until then.
+    last = """
+    import atexit, os
+    def show():
+        tasks = os.listdir("/proc/self/task")
+        print([open(f"/proc/self/task/{task}/comm").read() for task in tasks])
+    atexit.register(show)
+    """
+    text = dedent(last) + (
+        TRAINING if destroys else TRAINING.replace("dist.destroy_process_group()", "")
+    )
+    done = run_command(
+        "prismreplay", "record", "--nproc-per-node", 2, "--", write_program(text=text)
+    )
+    assert done.returncode == 0, done.stderr
+    assert "python" in done.stdout
+    assert "gloo" not in done.stdout
 
 
 def test_any_launcher_will_do(tmp_path, write_program, run_command):
