@@ -35,6 +35,9 @@ Source = Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _CLEAR = 3.0
 # Durations of one propagated batch.
 _MOST_CELLS = 2**26
+# Rows times effects that take minutes; of large runs fewer effects are computed.
+_MOST_ROWS = 64 * 10**7
+_FEWEST = 10
 # Of a large graph, beside it: order, levels, and durations and ends of one propagation.
 _RUN_BYTES = 60
 
@@ -93,7 +96,8 @@ def compare(
         a: the run to compare with.
         b: the run that became slower, or faster.
         by: what makes a class, some of kind, phase, group, name and rank.
-        effects: for how many classes to compute the effect: those whose time changed most.
+        effects: for how many classes to compute the effect: those whose time changed most;
+            fewer in runs of more than 20 million rows, ten from 64 million on.
 
     Raises:
         MergeInputError: a trace is not calibrated.
@@ -115,6 +119,7 @@ def compare(
             hint="compare by fewer properties, for instance --by kind",
         )
     model = _Model.of(traces[0])
+    effects = max(min(effects, _FEWEST), min(effects, _MOST_ROWS // max(model.graph.rows, 1)))
     gaps = [side.gap_ns / side.rank_steps for side in sums]
     ranks = None
     if np.array_equal(tables[0].layout.ranks, tables[1].layout.ranks):
@@ -285,7 +290,7 @@ class _Model:
         """Step time for each set of durations."""
         batch = propagate_batch(
             self.graph,
-            np.stack(columns, axis=1),
+            columns[0][:, None] if len(columns) == 1 else np.stack(columns, axis=1),
             lag_ns=lags,
             steps=self.steps.number,
             order=self.order,
@@ -300,7 +305,9 @@ class _Model:
         """Change of the step time if all gaps are scaled."""
         if self.graph.dep_lag_ns is None:
             return 0
-        lags = np.rint(self.graph.dep_lag_ns * ratio).astype(np.int64)
+        product = self.graph.dep_lag_ns * ratio
+        lags = np.rint(product, out=product).astype(np.int64)
+        del product
         return round(self.step_times([self.graph.duration_ns], lags[:, None])[0] - self.baseline)
 
     def effects(self, scaled: Int64Array, number: Int32Array, count: int) -> list[int]:

@@ -352,3 +352,9 @@ def test_recorded_runs_and_bare_graphs_that_do_not_fit_are_refused(by_blocks, mo
     for command in (merge, coarsen):
         with pytest.raises(TooLargeError, match="a table of"):
             command(recorded)
+
+
+def test_fewer_effects_of_large_runs(runs, monkeypatch):
+    monkeypatch.setattr("prismcalib.comparing._MOST_ROWS", 1)
+    monkeypatch.setattr("prismcalib.comparing._FEWEST", 2)
+    assert compare(*runs, by=["name"]).classes["effect_ns"].count() == 2
