@@ -18,14 +18,15 @@ from typing import Any
 import polars as pl
 
 from prismtrace import __version__
+from prismtrace.converters.files import convert_file
 from prismtrace.converters.groups import GroupBook, GroupKey, read_groups_file
 from prismtrace.converters.inputs import PathLike, expand_inputs, given_ranks
 from prismtrace.converters.kineto.annotate import step_pattern
 from prismtrace.converters.kineto.events import check_keep_args
-from prismtrace.converters.kineto.rank import RankOptions, RankTrace, convert_rank
 from prismtrace.converters.matching import match
 from prismtrace.converters.parts import disk_errors, workspace
 from prismtrace.converters.placing import Assignment
+from prismtrace.converters.rank_trace import RankOptions, RankTrace
 from prismtrace.converters.sniff import is_operation_level
 from prismtrace.converters.workers import run_tasks
 from prismtrace.errors import (
@@ -203,24 +204,24 @@ def _read_all(
     progress: Callable[[int], None] | None,
 ) -> Iterator[RankTrace]:
     tasks = [
-        (path, folder / f"{number}.parquet", options, given.get(path))
-        for number, path in enumerate(paths)
+        (path, folder / str(number), options, given.get(path)) for number, path in enumerate(paths)
     ]
     jobs = min(jobs or os.cpu_count() or 1, len(tasks))
     done = progress or (lambda _: None)
     seen: dict[int, Path] = {}
     # Closed here, not by the garbage collector, in which Ctrl-C would be lost.
-    with closing(run_tasks(convert_rank, tasks, jobs)) as results:
-        for trace in results:
-            if trace.rank in seen:
-                raise RankError(
-                    f"rank {trace.rank} is in two files",
-                    where=f"{seen[trace.rank]} and {trace.path}",
-                    hint="give one file per rank, or set ranks with --rank FILE=N",
-                )
-            seen[trace.rank] = trace.path
-            done(trace.path.stat().st_size)
-            yield trace
+    with closing(run_tasks(convert_file, tasks, jobs)) as results:
+        for path, found in zip(paths, results, strict=True):
+            for trace in found:
+                if trace.rank in seen:
+                    raise RankError(
+                        f"rank {trace.rank} is in two files",
+                        where=f"{seen[trace.rank]} and {trace.path}",
+                        hint="give one file per rank, or set ranks with --rank FILE=N",
+                    )
+                seen[trace.rank] = trace.path
+            done(path.stat().st_size)
+            yield from found
 
 
 def _world_size(traces: Sequence[RankTrace], groups: Iterable[Sequence[int]]) -> int:
@@ -343,7 +344,7 @@ def _header(
         clock=_clock_domains(traces),
         steps=tuple(sorted({step for trace in traces for step in trace.steps})),
         created_by=f"prismtrace convert {__version__}",
-        sources=tuple(utf8_text(trace.path.name) for trace in traces),
+        sources=tuple(utf8_text(path.name) for path in dict.fromkeys(t.path for t in traces)),
         policies=repairs,
         extra={"convert": informative},
     )
@@ -356,18 +357,20 @@ def _natural(label: str) -> tuple[str, int]:
 
 def _clock_domains(traces: Sequence[RankTrace]) -> tuple[ClockDomain, ...]:
     """Ranks of one host share its clock; a file without a host name stands for itself."""
-    members: dict[tuple[str, int | str], list[int]] = {}
+    members: dict[tuple[str, int | str, str], list[int]] = {}
     for trace in traces:
-        key: tuple[str, int | str] = ("host", trace.host) if trace.host else ("rank", trace.rank)
+        key: tuple[str, int | str, str] = (
+            ("host", trace.host, trace.source) if trace.host else ("rank", trace.rank, trace.source)
+        )
         members.setdefault(key, []).append(trace.rank)
     return tuple(
         ClockDomain(
             id=number,
             ranks=tuple(ranks),
             host=str(name) if kind == "host" else None,
-            source="kineto",
+            source=source,
         )
-        for number, ((kind, name), ranks) in enumerate(members.items())
+        for number, ((kind, name, source), ranks) in enumerate(members.items())
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,40 +22,13 @@ from prismtrace.converters.kineto.reader import KinetoFile, read_kineto
 from prismtrace.converters.kineto.spans import build_nodes
 from prismtrace.converters.parts import disk_errors
 from prismtrace.converters.placing import RankComms
+from prismtrace.converters.rank_trace import RankOptions, RankTrace
 from prismtrace.errors import InputFileError, RankError
 
-__all__ = ["RankOptions", "RankTrace", "convert_rank", "find_rank"]
+__all__ = ["convert_rank", "find_rank"]
 
 _RANK_IN_NAME = (r"rank[-_]?(\d+)", r"worker[-_]?(\d+)", r"_(\d+)\.json")
 _LOST = ("truncated", "damaged-gzip", "dropped-unreadable", "dropped-no-time")
-
-
-@dataclass(frozen=True)
-class RankOptions:
-    """How to read each file; see `prismtrace.converters.convert`."""
-
-    grain: str = "communication"
-    step_from: str = "auto"
-    comm_kernels: tuple[str, ...] = ()
-    keep_args: tuple[str, ...] = ()
-    recover: bool = False
-
-
-@dataclass(frozen=True)
-class RankTrace:
-    """What one file holds. The nodes are in a temporary Parquet file, the rest is small."""
-
-    path: Path
-    rank: int
-    world_size: int | None
-    host: str | None
-    groups: tuple[NamedGroup, ...]
-    comms: RankComms
-    streams: tuple[str, ...]
-    steps: tuple[int, ...]
-    nodes: Path
-    rows: int
-    counts: dict[str, int]
 
 
 def find_rank(file: KinetoFile, given: int | None) -> int:

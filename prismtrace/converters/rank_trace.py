@@ -1,0 +1,46 @@
+"""What every format's reader is told and gives back: one rank's nodes and communications."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from prismtrace.converters.groups import NamedGroup
+from prismtrace.converters.placing import RankComms
+
+__all__ = ["RankOptions", "RankTrace"]
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """How to read each file; see `prismtrace.converters.convert`."""
+
+    grain: str = "communication"
+    step_from: str = "auto"
+    comm_kernels: tuple[str, ...] = ()
+    keep_args: tuple[str, ...] = ()
+    recover: bool = False
+    rank_of_pid: tuple[tuple[str, int], ...] = ()
+    """``PID`` or ``FILE:PID`` -> rank, for files that hold several processes."""
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What a file holds of one rank. The nodes are in a temporary Parquet file, the rest is small.
+
+    `nodes` has all columns but id, rank, group, seq and peer; its `stream` is a label.
+    """
+
+    path: Path
+    rank: int
+    world_size: int | None
+    host: str | None
+    groups: tuple[NamedGroup, ...]
+    comms: RankComms
+    streams: tuple[str, ...]
+    steps: tuple[int, ...]
+    nodes: Path
+    rows: int
+    counts: dict[str, int]
+    source: str = "kineto"
+    """Whose clock the times are in, as the header's clock domains name it."""
