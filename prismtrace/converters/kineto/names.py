@@ -54,6 +54,7 @@ _KINDS = {
     "gather": Kind.GATHER,
     "scatter": Kind.SCATTER,
     "barrier": Kind.BARRIER,
+    "allreducebarrier": Kind.BARRIER,
 }
 """Collective names with everything but letters removed."""
 
