@@ -5,6 +5,7 @@ Nothing heavy is imported before a command needs it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -169,6 +170,22 @@ def convert(
             " its columns and operations are.",
         ),
     ] = None,
+    dask: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Let the workers of this Dask cluster read the files, e.g. tcp://head:8786. They"
+            " have to see the inputs and the folder of OUTPUT under the same paths.",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Keep beside OUTPUT what was read of each file until all is done, and go on from"
+            " there after an interruption, by the same command. --dask keeps it as well.",
+        ),
+    ] = False,
     json: JsonFlag = False,
 ) -> None:
     """Convert profiler traces of all ranks, or an operation-level log, into one trace.
@@ -185,7 +202,10 @@ def convert(
         given_ranks(files, ranks)
     _check_options(comm_kernel or [], step_from, keep_arg or [], grain)
     size = sum(file.stat().st_size for file in files)
-    with console.progress("converting", total=size, unit="bytes") as bar:
+    with (
+        _telling_what_is_kept(output, len(files)),
+        console.progress("converting", total=size, unit="bytes") as bar,
+    ):
         report = convert_files(
             files,
             output,
@@ -200,6 +220,8 @@ def convert(
             recover=recover,
             strict=strict,
             mapping=columns,
+            dask=dask,
+            resume=resume,
             progress=bar.advance,
         )
     console.warn_of_suffix(output)
@@ -208,6 +230,24 @@ def convert(
     else:
         print_conversion(report)
         console.announce_output(output)
+
+
+@contextmanager
+def _telling_what_is_kept(output: Path, files: int) -> Iterator[None]:
+    """When the block fails, say what the next attempt need not read again."""
+    from prismtrace.converters.kept import count_kept
+
+    try:
+        yield
+    except BaseException:
+        kept = count_kept(output)
+        if kept:
+            print(
+                f"{kept:,} of {console.counted(files, 'file')} are read and kept: the same command "
+                "with --resume goes on from there",
+                file=sys.stderr,
+            )
+        raise
 
 
 _MOST_DIGITS = 18  # Python refuses to read thousands of them

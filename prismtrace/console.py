@@ -66,6 +66,7 @@ _EXTRA_OF_MODULE = {
     "torch": "replay",
     "cuda": "cuda",
     "dask": "dask",
+    "distributed": "dask",
 }
 
 

@@ -7,10 +7,9 @@ matched across ranks, then the temporary files are completed and streamed into t
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ from typing import Any
 import polars as pl
 
 from prismtrace import __version__
-from prismtrace.converters.files import convert_file
+from prismtrace.converters.first_pass import read_files, read_kept, traces_by_rank
 from prismtrace.converters.groups import GroupBook, GroupKey, read_groups_file
 from prismtrace.converters.inputs import PathLike, expand_inputs, given_ranks
+from prismtrace.converters.kept import drop_kept, kept_folder
 from prismtrace.converters.kineto.annotate import step_pattern
 from prismtrace.converters.kineto.events import check_keep_args
 from prismtrace.converters.matching import match
@@ -28,7 +28,6 @@ from prismtrace.converters.parts import disk_errors, workspace
 from prismtrace.converters.placing import Assignment
 from prismtrace.converters.rank_trace import RankOptions, RankTrace
 from prismtrace.converters.sniff import is_operation_level
-from prismtrace.converters.workers import run_tasks
 from prismtrace.errors import (
     RankError,
     TraceError,
@@ -108,6 +107,8 @@ def convert(
     recover: bool = False,
     strict: bool = False,
     mapping: PathLike | None = None,
+    dask: str | None = None,
+    resume: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> ConvertReport:
     """Convert PyTorch profiler traces, one file a rank, or an operation-level log into one trace.
@@ -129,6 +130,11 @@ def convert(
         mapping: TOML file that says what the columns of an operation-level log (Parquet or CSV)
             mean, see `prismtrace.converters.ops`; of the options above only `strict` concerns
             such a log.
+        dask: address of a Dask scheduler; its workers read the files, which they and the folder
+            of `output` have to see under the same paths. The same bytes come out.
+        resume: keep what was read of each file beside `output` until the conversion succeeds
+            (`dask` does so too), and begin with what an earlier one left of the same files, read
+            with the same options.
         progress: called with the number of input bytes done since the last call.
 
     Returns:
@@ -160,10 +166,17 @@ def convert(
     options = RankOptions(grain, step_from, tuple(comm_kernels), keep_args, recover)
     refuse_inputs(target, [*paths, groups])
     named = read_groups_file(Path(groups)) if groups is not None else {}
-    with workspace(target) as folder:
-        traces = sorted(
-            _read_all(paths, given, folder, options, jobs, progress), key=lambda t: t.rank
-        )
+    with ExitStack() as stack:
+        folder = stack.enter_context(workspace(target))
+        parts = folder
+        if resume or dask is not None:
+            parts = stack.enter_context(kept_folder(target.absolute(), resume=resume))
+        tasks = [(path, options, given.get(path)) for path in paths]
+        if parts == folder:
+            read = read_files(tasks, folder, jobs)
+        else:
+            read = read_kept(tasks, parts, jobs, dask)
+        traces = traces_by_rank(read, paths, progress)
         world_size = _world_size(traces, named.values())
         counts: Counter[str] = Counter()
         for trace in traces:
@@ -185,43 +198,16 @@ def convert(
         header = _header(traces, world_size, table, counts, repairs)
         streams = {label: number for number, label in header.streams.items()}
         with disk_errors(target):
-            for trace in traces:
-                _complete(trace, assignments[trace.rank], ids, streams)
-            parts = [pl.scan_parquet(trace.nodes, glob=False) for trace in traces]
-            write_nodes(header, pl.concat(parts, how="diagonal"), target)
+            whole = [
+                _complete(trace, assignments[trace.rank], ids, streams, folder) for trace in traces
+            ]
+            nodes = [pl.scan_parquet(path, glob=False) for path in whole]
+            write_nodes(header, pl.concat(nodes, how="diagonal"), target)
+    drop_kept(target)
     return _report(target, header, traces, counts, repairs)
 
 
-# --- first pass ---------------------------------------------------------------------------
-
-
-def _read_all(
-    paths: Sequence[Path],
-    given: Mapping[Path, int],
-    folder: Path,
-    options: RankOptions,
-    jobs: int,
-    progress: Callable[[int], None] | None,
-) -> Iterator[RankTrace]:
-    tasks = [
-        (path, folder / str(number), options, given.get(path)) for number, path in enumerate(paths)
-    ]
-    jobs = min(jobs or os.cpu_count() or 1, len(tasks))
-    done = progress or (lambda _: None)
-    seen: dict[int, Path] = {}
-    # Closed here, not by the garbage collector, in which Ctrl-C would be lost.
-    with closing(run_tasks(convert_file, tasks, jobs)) as results:
-        for path, found in zip(paths, results, strict=True):
-            for trace in found:
-                if trace.rank in seen:
-                    raise RankError(
-                        f"rank {trace.rank} is in two files",
-                        where=f"{seen[trace.rank]} and {trace.path}",
-                        hint="give one file per rank, or set ranks with --rank FILE=N",
-                    )
-                seen[trace.rank] = trace.path
-            done(path.stat().st_size)
-            yield from found
+# --- what the job is ---------------------------------------------------------------------
 
 
 def _world_size(traces: Sequence[RankTrace], groups: Iterable[Sequence[int]]) -> int:
@@ -281,8 +267,15 @@ def _complete(
     assignment: Assignment,
     ids: Mapping[GroupKey, int],
     streams: Mapping[str, int],
-) -> None:
-    """Add id, rank, group, seq and partner to one rank's nodes, in place."""
+    folder: Path,
+) -> Path:
+    """Add id, rank, group, seq and partner to one rank's nodes; the file of the whole.
+
+    It takes the place of the nodes' file where that one is in `folder`; else it is kept.
+    """
+    whole = folder / f"{trace.rank}.whole.parquet"
+    if trace.nodes.parent == folder:
+        whole = trace.nodes
     lost = [
         comm.kind.is_p2p and peer is None
         for comm, peer in zip(trace.comms.comm, assignment.peer, strict=True)
@@ -317,7 +310,8 @@ def _complete(
         kind=pl.when(pl.col("lost").fill_null(value=False))
         .then(pl.lit(Kind.OTHER_COMM.value))
         .otherwise(pl.col("kind")),
-    ).drop("nbytes", "lost").write_parquet(trace.nodes, compression="lz4")
+    ).drop("nbytes", "lost").write_parquet(whole, compression="lz4")
+    return whole
 
 
 def _header(
