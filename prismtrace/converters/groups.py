@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,11 @@ class NamedGroup:
     name: str
     desc: str
     ranks: Ranks | None
+    shared_name: bool = False
+    """Its members, and nobody else, call it by this name: an identifier of the communicator."""
+    position: int | None = None
+    """The rank's own place in the group."""
+    size: int | None = None
 
 
 def read_groups_file(path: Path) -> dict[str, Ranks]:
@@ -153,7 +158,9 @@ class GroupBook:
         for name, ranks in given.items():
             for rank in ranks:
                 book._add(name, rank, GroupKey(ranks, name), "")
-        for (rank, group), key in _unified(listed, world_size, counts).items():
+        for (rank, group), key in _unified(
+            _gathered(listed, world_size, counts), world_size, counts
+        ).items():
             book._add(group.name, rank, key, group.desc)
         return book
 
@@ -229,6 +236,13 @@ class GroupBook:
         candidates = [
             key for key in self._of_rank.get(rank, []) if comm.group_size in (None, len(key.ranks))
         ]
+        if not candidates and comm.group_size is None and comm.communicators > 1:
+            raise self._refusal(
+                rank,
+                f"{comm.kind} names no process group, and the rank seems to be in several: it "
+                f"communicates on {comm.communicators} streams",
+                (),
+            )
         if not candidates and comm.group_size in (None, self.world_size):
             # Nothing in the file says otherwise: one group that spans the job.
             if comm.group_size is None:
@@ -284,6 +298,40 @@ class GroupBook:
             for number, key in enumerate(keys)
         )
         return groups, {key: number for number, key in enumerate(keys)}
+
+
+def _gathered(
+    listed: Mapping[int, Sequence[NamedGroup]], world_size: int, counts: Counter[str]
+) -> Mapping[int, Sequence[NamedGroup]]:
+    """Give groups that only have an identifier the ranks that know it.
+
+    In the order of their places if all of them tell theirs, else in ascending order.
+    """
+    members: dict[str, dict[int, NamedGroup]] = {}
+    for rank, groups in listed.items():
+        for group in groups:
+            if group.shared_name and group.ranks is None:
+                members.setdefault(group.name, {})[rank] = group
+    ranks_of: dict[str, Ranks] = {}
+    for name, group_of in members.items():
+        places = {group.position: rank for rank, group in group_of.items()}
+        size = max((group.size or 0 for group in group_of.values()), default=0)
+        if len(group_of) != size if size else len(listed) < world_size:
+            continue  # not all of its members were recorded, or nobody knows
+        if None not in places and sorted(places) == list(range(len(group_of))):
+            ranks_of[name] = tuple(places[place] for place in sorted(places, key=int))
+        else:
+            counts["group-of-communicator-users"] += 1
+            ranks_of[name] = tuple(sorted(group_of))
+    return {
+        rank: [
+            replace(group, ranks=ranks_of[group.name])
+            if group.ranks is None and group.name in ranks_of
+            else group
+            for group in groups
+        ]
+        for rank, groups in listed.items()
+    }
 
 
 def _unified(

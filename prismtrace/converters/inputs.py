@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prismtrace.errors import InputFileError, RankError
 from prismtrace.input_files import files_of, require_readable, unreadable
 
-__all__ = ["PathLike", "expand_inputs", "given_ranks"]
+__all__ = ["PathLike", "expand_inputs", "given_ranks", "rank_in_name"]
 
 PathLike = str | os.PathLike[str]
+
+_RANK_IN_NAME = (r"rank[-_]?(\d+)", r"worker[-_]?(\d+)", r"_(\d+)\.(?:json|sqlite)")
 
 
 def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
@@ -61,3 +64,12 @@ def given_ranks(paths: Sequence[Path], ranks: Mapping[str, int]) -> dict[Path, i
             )
         given[fitting[0]] = rank
     return given
+
+
+def rank_in_name(path: Path) -> int | None:
+    """The rank that a file's name tells, if it tells one and not several."""
+    for pattern in _RANK_IN_NAME:
+        found = {int(number) for number in re.findall(pattern, path.name, re.IGNORECASE)}
+        if found:
+            return found.pop() if len(found) == 1 else None
+    return None

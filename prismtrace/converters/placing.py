@@ -12,6 +12,7 @@ from prismtrace.converters.groups import GroupBook, GroupKey
 from prismtrace.converters.kineto.carried import CommOp
 from prismtrace.converters.sequences import Ints
 from prismtrace.errors import GroupError
+from prismtrace.schema import ROOTED_KINDS
 
 __all__ = ["Assignment", "RankComms", "assign_groups"]
 
@@ -86,9 +87,10 @@ def _place(
 
 
 def _peer(rank: int, comm: CommOp, key: GroupKey) -> int | None:
-    """Global rank of the partner; it has to be another member of the group."""
+    """Global rank of the partner, which has to be another member of the group, or of the root."""
     if not comm.kind.is_p2p:
-        return None
+        rooted = comm.kind in ROOTED_KINDS and comm.group_peer in range(len(key.ranks))
+        return key.ranks[comm.group_peer or 0] if rooted else None
     found = [comm.peer] if comm.peer in key.ranks else []
     if comm.group_peer is not None and 0 <= comm.group_peer < len(key.ranks):
         found.append(key.ranks[comm.group_peer])
@@ -98,6 +100,6 @@ def _peer(rank: int, comm: CommOp, key: GroupKey) -> int | None:
     raise GroupError(
         f"{comm.kind} does not tell its partner",
         where=f"rank {rank}, group {key.name!r}",
-        hint="profile with record_shapes=True on torch ≥ 2.5, or keep such operations as local "
-        "spans with --unmatched keep",
+        hint="profile with record_shapes=True on torch ≥ 2.5 (nsys: export with --include-blobs "
+        "true), or keep such operations as local spans with --unmatched keep",
     )

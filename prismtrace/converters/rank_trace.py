@@ -8,7 +8,7 @@ from pathlib import Path
 from prismtrace.converters.groups import NamedGroup
 from prismtrace.converters.placing import RankComms
 
-__all__ = ["RankOptions", "RankTrace"]
+__all__ = ["RankFacts", "RankOptions", "RankTrace"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,20 @@ class RankOptions:
     recover: bool = False
     rank_of_pid: tuple[tuple[str, int], ...] = ()
     """``PID`` or ``FILE:PID`` -> rank, for files that hold several processes."""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """Which rank a profile is of, and what it says about the job."""
+
+    rank: int
+    world_size: int | None
+    host: str | None
+    clock: str | None
+    """Ranks with one clock have equal texts; null: a clock of its own."""
+    groups: tuple[NamedGroup, ...]
+    source: str
+    """Whose clock the times are in, as the header's clock domains name it."""
 
 
 @dataclass(frozen=True)
@@ -43,4 +57,3 @@ class RankTrace:
     rows: int
     counts: dict[str, int]
     source: str = "kineto"
-    """Whose clock the times are in, as the header's clock domains name it."""

@@ -1,18 +1,20 @@
-"""Step and phase of each operation, from the CPU-side ranges that enclose its launch."""
+"""Step, microbatch and phase of each operation, from the CPU-side ranges that enclose its launch."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import chain
+from typing import TypeVar
 
 import polars as pl
 
-from prismtrace.annotation_names import phase_in_name
+from prismtrace.annotation_names import phase_in_name, read_annotation
 from prismtrace.converters.kineto.issued import IssuedOps
-from prismtrace.converters.kineto.reader import KinetoFile
+from prismtrace.converters.profile import Profile
 from prismtrace.errors import StepError
 from prismtrace.schema import Phase
 
@@ -26,15 +28,15 @@ Range = tuple[int, int, int]
 """(start, end, number)."""
 
 
-def step_ranges(file: KinetoFile, step_from: str, counts: Counter[str]) -> list[Range]:
+def step_ranges(file: Profile, step_from: str, counts: Counter[str]) -> list[Range]:
     """The training steps of a file as (start, end, number), by start.
 
     Args:
         file: a file that was read.
         step_from: ``profilerstep`` (``ProfilerStep#N`` ranges), ``whole`` (the file is one
-            step), ``auto`` (the former if there, else the latter) or a pattern for the
-            names of annotations; its first group, if any, is the step's number, otherwise
-            they are counted from 0.
+            step), ``auto`` (the former if there, else annotations such as ``step 3``, else the
+            latter) or a pattern for the names of annotations; its first group, if any, is the
+            step's number, otherwise they are counted from 0.
         counts: numbers that had to be replaced or assumed are counted here.
 
     Raises:
@@ -44,6 +46,8 @@ def step_ranges(file: KinetoFile, step_from: str, counts: Counter[str]) -> list[
         return [(-(2**63), 2**63, 0)]
     pattern = step_pattern(step_from)
     found = _named_ranges(file, pattern, counts)
+    if not found and step_from == "auto":
+        found = _ascending(_numbered_ranges(file, lambda name: read_annotation(name).step), counts)
     if found:
         return found
     if step_from == "auto":
@@ -80,7 +84,7 @@ def step_pattern(step_from: str) -> re.Pattern[str]:
     return pattern
 
 
-def _named_ranges(file: KinetoFile, pattern: re.Pattern[str], counts: Counter[str]) -> list[Range]:
+def _named_ranges(file: Profile, pattern: re.Pattern[str], counts: Counter[str]) -> list[Range]:
     notes = _annotations(file).sort("start_ns")
     found: list[Range] = []
     for name, start, duration in notes.select("name", "start_ns", "dur_ns").iter_rows():
@@ -90,6 +94,24 @@ def _named_ranges(file: KinetoFile, pattern: re.Pattern[str], counts: Counter[st
             short = number is not None and number.isdecimal() and len(number) < _DIGITS
             known = short and int(number or 0) < 2**31
             found.append((start, start + duration, int(number or 0) if known else len(found)))
+    return _ascending(found, counts)
+
+
+def _numbered_ranges(file: Profile, number_of: Callable[[str], int | None]) -> list[Range]:
+    """Annotations to whose name a number belongs, by start; an enclosing one comes first."""
+    notes = _annotations(file)
+    names = notes.get_column("name").unique().to_list()
+    numbers = {name: number for name in names if (number := number_of(name)) is not None}
+    chosen = notes.filter(pl.col("name").is_in(list(numbers))).sort(
+        "start_ns", "dur_ns", descending=[False, True], maintain_order=True
+    )
+    return [
+        (start, start + duration, numbers[name])
+        for name, start, duration in chosen.select("name", "start_ns", "dur_ns").iter_rows()
+    ]
+
+
+def _ascending(found: list[Range], counts: Counter[str]) -> list[Range]:
     numbers = [number for *_, number in found]
     if numbers != sorted(numbers):
         # Steps of a trace ascend in time; the names do not, so they are of no use.
@@ -98,7 +120,7 @@ def _named_ranges(file: KinetoFile, pattern: re.Pattern[str], counts: Counter[st
     return found
 
 
-def _annotations(file: KinetoFile) -> pl.DataFrame:
+def _annotations(file: Profile) -> pl.DataFrame:
     """User annotations and, for files of 2021, the operators that played their part."""
     name, category = pl.col("name"), pl.col("cat")
     return file.events.filter(
@@ -107,12 +129,12 @@ def _annotations(file: KinetoFile) -> pl.DataFrame:
     ).select("start_ns", "dur_ns", "tid", "name")
 
 
-def _annotation_names(file: KinetoFile) -> list[str]:
+def _annotation_names(file: Profile) -> list[str]:
     return _annotations(file).get_column("name").unique(maintain_order=True).to_list()
 
 
-def annotate(ops: IssuedOps, file: KinetoFile, step_from: str, counts: Counter[str]) -> None:
-    """Fill `ops.step` and `ops.phase` by when each operation was issued."""
+def annotate(ops: IssuedOps, file: Profile, step_from: str, counts: Counter[str]) -> None:
+    """Fill `ops.step`, `ops.microbatch` and `ops.phase` by when each operation was issued."""
     steps = step_ranges(file, step_from, counts)
     step_starts = [start for start, _, _ in steps]
     outside = 0
@@ -123,20 +145,28 @@ def annotate(ops: IssuedOps, file: KinetoFile, step_from: str, counts: Counter[s
         else:
             outside += 1
     counts["outside-steps"] += outside
+    microbatches = _numbered_ranges(file, lambda name: read_annotation(name).microbatch)
+    every = range(len(ops))
+    for position, number in _innermost(ops.issue_ns, every, microbatches):
+        ops.microbatch[position] = number
     phases = _phase_ranges(file)
     launched: dict[int | None, list[int]] = {}
     for position, launch in enumerate(ops.launch_ns):
         if launch is not None:
             launched.setdefault(ops.launch_tid[position], []).append(position)
+    # What a thread runs that annotates nothing was asked for by another: torch's backward.
+    of_all = sorted(chain.from_iterable(phases.values()), key=lambda found: (found[0], -found[1]))
     for tid, positions in launched.items():
-        _annotate_phases(ops, positions, phases.get(tid, []))
+        for position, phase in _innermost(ops.issue_ns, positions, phases.get(tid, of_all)):
+            ops.phase[position] = phase
 
 
+Value = TypeVar("Value")
 PhaseRange = tuple[int, int, Phase]
 """(start, end, phase)."""
 
 
-def _phase_ranges(file: KinetoFile) -> dict[int | None, list[PhaseRange]]:
+def _phase_ranges(file: Profile) -> dict[int | None, list[PhaseRange]]:
     """Ranges of each thread that tell the phase, by start; an enclosing one comes first."""
     backward = file.events.filter(
         (pl.col("cat") == "cpu_op") & pl.col("name").str.starts_with(_BACKWARD_OP)
@@ -159,18 +189,18 @@ def _phase_of(name: str) -> Phase | None:
     return phase_in_name(name)
 
 
-def _annotate_phases(
-    ops: IssuedOps, positions: Sequence[int], ranges: Sequence[PhaseRange]
-) -> None:
-    """The innermost range around a launch decides; both ascend in time."""
-    open_ranges: list[PhaseRange] = []
+def _innermost(
+    issue_ns: Sequence[int], positions: Sequence[int], ranges: Sequence[tuple[int, int, Value]]
+) -> Iterator[tuple[int, Value]]:
+    """Positions with the innermost range around their issue; both ascend in time."""
+    open_ranges: list[tuple[int, int, Value]] = []
     upcoming = 0
     for position in positions:
-        at = ops.issue_ns[position]
+        at = issue_ns[position]
         while upcoming < len(ranges) and ranges[upcoming][0] <= at:
             open_ranges.append(ranges[upcoming])
             upcoming += 1
         while open_ranges and open_ranges[-1][1] < at:
             open_ranges.pop()
         if open_ranges:
-            ops.phase[position] = open_ranges[-1][2]
+            yield position, open_ranges[-1][2]

@@ -39,7 +39,7 @@ class CommOp:
     nbytes: int | None = None
     """Payload as nccl-tests counts it."""
     share: bool = False
-    """`nbytes` is one rank's share of an all_gather; the whole is that times the group size."""
+    """`nbytes` is one rank's share, as of an all_gather; the whole is that times the group size."""
     group_name: str | None = None
     group_desc: str | None = None
     group_ranks: tuple[int, ...] | None = None
@@ -53,9 +53,11 @@ class CommOp:
     peer: int | None = None
     """Global rank of the partner."""
     group_peer: int | None = None
-    """Partner as rank within the group."""
+    """Partner, or root, as rank within the group."""
     early: bool = False
     """Launched before the recording began, so that nothing tells what it is."""
+    communicators: int = 1
+    """How many communicators the rank is seen to use where nothing names them."""
 
 
 def is_wait(row: Row) -> bool:
@@ -131,11 +133,11 @@ def _describe(
     return CommOp(
         kind=kind,
         dtype=dtype,
-        reduce_op=kernel_reduce_op(kernel)
+        reduce_op=row.get("reduce_op") or kernel_reduce_op(kernel)
         if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE)
         else None,
-        nbytes=None if elements is None or dtype is None else elements * dtype.itemsize,
-        share=kind is Kind.ALL_GATHER and row.get("out_nelems") is None,
+        nbytes=_bytes(row, elements, dtype),
+        share=row.get("share", kind is Kind.ALL_GATHER and row.get("out_nelems") is None),
         group_name=row.get("pg_name"),
         group_desc=row.get("pg_desc"),
         group_ranks=tuple(row["pg_ranks"]) if row.get("pg_ranks") else None,
@@ -145,9 +147,16 @@ def _describe(
         local_seq=row["seq"] if row.get("seq") is not None else _integer(concrete, 1),
         comms_id=row.get("comms_id"),
         peer=peer if kind.is_p2p else None,
-        group_peer=_group_peer(row, concrete, note) if kind.is_p2p else None,
+        group_peer=_group_peer(row, concrete, note) if kind.is_p2p else row.get("root"),
         early=early,
+        communicators=row.get("communicators") or 1,
     )
+
+
+def _bytes(row: Row, elements: int | None, dtype: DType | None) -> int | None:
+    if row.get("nbytes") is not None:
+        return int(row["nbytes"])
+    return None if elements is None or dtype is None else elements * dtype.itemsize
 
 
 def _group_peer(row: Row, concrete: Sequence[str], note: str | None) -> int | None:

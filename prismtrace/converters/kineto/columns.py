@@ -20,19 +20,10 @@ from prismtrace.converters.kineto.records import (
     sync_values,
 )
 from prismtrace.converters.kineto.values import free_series, int64_series, nanoseconds
+from prismtrace.converters.profile import CATEGORIES
 
-__all__ = ["CATEGORIES", "EventColumns"]
+__all__ = ["EventColumns"]
 
-CATEGORIES = (
-    "kernel",
-    "gpu_memcpy",
-    "gpu_memset",
-    "cuda_sync",
-    "cuda_runtime",
-    "cuda_driver",
-    "user_annotation",
-    "cpu_op",
-)
 _GPU_CATEGORIES = 4  # the first ones: their stream and device are those of the GPU
 _SYNC = CATEGORIES.index("cuda_sync")
 _ANNOTATION = CATEGORIES.index("user_annotation")

@@ -14,7 +14,7 @@ import polars as pl
 
 from prismtrace.converters.kineto.carried import CommOp, describe_record
 from prismtrace.converters.kineto.names import CommPatterns
-from prismtrace.converters.kineto.reader import KinetoFile
+from prismtrace.converters.profile import Profile
 
 __all__ = ["GPU_CATEGORIES", "communications", "gpu_operations"]
 
@@ -22,7 +22,7 @@ GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _RUNTIME_CATEGORIES = ("cuda_runtime", "cuda_driver")
 
 
-def gpu_operations(file: KinetoFile, counts: Counter[str]) -> pl.DataFrame:
+def gpu_operations(file: Profile, counts: Counter[str]) -> pl.DataFrame:
     """GPU operations in issue order.
 
     Columns: op (position), row (of `file.events`), name, cat, stream (original id), start_ns,
@@ -110,7 +110,7 @@ def enclosing(points: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def communications(
-    file: KinetoFile, ops: pl.DataFrame, patterns: CommPatterns, counts: Counter[str]
+    file: Profile, ops: pl.DataFrame, patterns: CommPatterns, counts: Counter[str]
 ) -> dict[int, list[CommOp]]:
     """What each communication kernel carries: op position -> one or more operations.
 

@@ -29,7 +29,7 @@ import polars as pl
 from prismtrace.converters.kineto.carried import is_wait
 from prismtrace.converters.kineto.device import enclosing
 from prismtrace.converters.kineto.issued import IssuedOps
-from prismtrace.converters.kineto.reader import KinetoFile
+from prismtrace.converters.profile import Profile
 
 __all__ = ["link"]
 
@@ -43,7 +43,7 @@ Frontier = dict[str, tuple[int, str]]
 """Stream -> (position of the operation to wait for, where the edge comes from)."""
 
 
-def link(ops: IssuedOps, file: KinetoFile, counts: Counter[str]) -> None:
+def link(ops: IssuedOps, file: Profile, counts: Counter[str]) -> None:
     """Fill `ops.deps` for a GPU trace."""
     replay = _Replay(ops, counts)
     moments: list[_Moment] = [
@@ -241,7 +241,7 @@ class _Call(NamedTuple):
     end_ns: int
 
 
-def _sync_calls(file: KinetoFile) -> dict[int, _Call]:
+def _sync_calls(file: Profile) -> dict[int, _Call]:
     """Runtime calls that record events or wait, by correlation."""
     calls = file.events.filter(
         pl.col("cat").is_in(["cuda_runtime", "cuda_driver"])
@@ -255,7 +255,7 @@ def _sync_calls(file: KinetoFile) -> dict[int, _Call]:
     )
 
 
-def _sync_rows(file: KinetoFile, *kinds: str) -> list[dict[str, Any]]:
+def _sync_rows(file: Profile, *kinds: str) -> list[dict[str, Any]]:
     """``cuda_sync`` events of some kinds with their own correlation and stream."""
     chosen = file.syncs.filter(pl.col("kind").is_in(kinds))
     events = file.events.select("row", "correlation", "stream", "start_ns")
@@ -263,7 +263,7 @@ def _sync_rows(file: KinetoFile, *kinds: str) -> list[dict[str, Any]]:
 
 
 def _stream_waits(
-    replay: _Replay, file: KinetoFile, calls: Mapping[int, _Call], counts: Counter[str]
+    replay: _Replay, file: Profile, calls: Mapping[int, _Call], counts: Counter[str]
 ) -> list[_Moment]:
     """What ``Stream Wait Event`` tells, where the record it names came before the wait."""
     moments: list[_Moment] = []
@@ -284,7 +284,7 @@ def _stream_waits(
 
 
 def _host_waits(
-    replay: _Replay, file: KinetoFile, calls: Mapping[int, _Call], counts: Counter[str]
+    replay: _Replay, file: Profile, calls: Mapping[int, _Call], counts: Counter[str]
 ) -> list[_Moment]:
     """Where the host waited for the device: what it issues next depends on that.
 
@@ -329,7 +329,7 @@ def _end_of(replay: _Replay, call: _Call, key: int) -> _Moment:
     return call.end_ns, _BEFORE, key, replay.end_host_wait, (call.tid, call.end_ns, key)
 
 
-def _record_waits(replay: _Replay, file: KinetoFile, explicit: list[int]) -> list[_Moment]:
+def _record_waits(replay: _Replay, file: Profile, explicit: list[int]) -> list[_Moment]:
     """``wait`` entries, except those within which a ``cuda_sync`` event tells more."""
     events = file.events.filter(pl.col("name") == "record_param_comms").select(
         "row", "start_ns", "dur_ns", "tid"
@@ -350,7 +350,7 @@ def _record_waits(replay: _Replay, file: KinetoFile, explicit: list[int]) -> lis
     return moments
 
 
-def _other_waits(replay: _Replay, file: KinetoFile, calls: Mapping[int, _Call]) -> list[_Moment]:
+def _other_waits(replay: _Replay, file: Profile, calls: Mapping[int, _Call]) -> list[_Moment]:
     """`cudaStreamWaitEvent` calls that no record and no resolved ``cuda_sync`` event explains."""
     resolved: set[int] = set()
     stream_of: dict[int, str] = {}

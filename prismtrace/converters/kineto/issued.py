@@ -41,6 +41,7 @@ class IssuedOps:
     row: list[int] = field(default_factory=list)
     """Row of the source event in `KinetoFile.events`."""
     step: list[int | None] = field(default_factory=list)
+    microbatch: list[int | None] = field(default_factory=list)
     phase: list[Phase | None] = field(default_factory=list)
     deps: list[set[int]] = field(default_factory=list)
     """Positions that must end before the operation starts, program order included."""
@@ -69,7 +70,7 @@ class IssuedOps:
         comm: CommOp | None = None,
         batch: int | None = None,
     ) -> None:
-        """Add an operation at the end; step, phase and deps are filled in later."""
+        """Add an operation at the end; step, microbatch, phase and deps are filled in later."""
         self.name.append(name)
         self.kind.append(kind)
         self.stream.append(stream)
@@ -84,6 +85,7 @@ class IssuedOps:
         self.comm.append(comm)
         self.batch.append(batch)
         self.step.append(None)
+        self.microbatch.append(None)
         self.phase.append(None)
         self.deps.append(set())
 
@@ -135,6 +137,7 @@ def expand_batches(ops: pl.DataFrame, comms: Mapping[int, list[CommOp]]) -> Issu
         batch=batch,
         row=rows["row"].to_list(),
         step=[None] * rows.height,
+        microbatch=[None] * rows.height,
         phase=[None] * rows.height,
         deps=[set() for _ in range(rows.height)],
     )

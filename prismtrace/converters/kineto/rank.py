@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import polars as pl
 
 from prismtrace.converters.groups import NamedGroup
+from prismtrace.converters.inputs import rank_in_name
 from prismtrace.converters.kineto.annotate import annotate
 from prismtrace.converters.kineto.carried import CommOp
 from prismtrace.converters.kineto.device import communications, gpu_operations
@@ -22,12 +22,12 @@ from prismtrace.converters.kineto.reader import KinetoFile, read_kineto
 from prismtrace.converters.kineto.spans import build_nodes
 from prismtrace.converters.parts import disk_errors
 from prismtrace.converters.placing import RankComms
-from prismtrace.converters.rank_trace import RankOptions, RankTrace
+from prismtrace.converters.profile import Profile
+from prismtrace.converters.rank_trace import RankFacts, RankOptions, RankTrace
 from prismtrace.errors import InputFileError, RankError
 
-__all__ = ["convert_rank", "find_rank"]
+__all__ = ["convert_rank", "find_rank", "gpu_issued", "refuse_losses", "write_rank"]
 
-_RANK_IN_NAME = (r"rank[-_]?(\d+)", r"worker[-_]?(\d+)", r"_(\d+)\.json")
 _LOST = ("truncated", "damaged-gzip", "dropped-unreadable", "dropped-no-time")
 
 
@@ -43,12 +43,9 @@ def find_rank(file: KinetoFile, given: int | None) -> int:
         return given
     if file.metadata.rank is not None and file.metadata.rank >= 0:
         return file.metadata.rank
-    for pattern in _RANK_IN_NAME:
-        found = {int(number) for number in re.findall(pattern, file.path.name, re.IGNORECASE)}
-        if len(found) == 1:
-            return found.pop()
-        if found:
-            break
+    named = rank_in_name(file.path)
+    if named is not None:
+        return named
     silent = "the file does not say which rank it is (no distributedInfo, no rank in its name)"
     say_it = f"say it: --rank {file.path.name}=N"
     useless = _why_useless(file)
@@ -71,34 +68,71 @@ def convert_rank(
         TraceError: the file cannot be read or used; see the subclasses.
     """
     file = read_kineto(path, keep_args=options.keep_args)
-    _refuse_losses(file, options)
+    refuse_losses(file, options)
     rank = find_rank(file, given_rank)
     counts: Counter[str] = Counter(file.counts)
     ops = _operations(file, options, counts)
     annotate(ops, file, options.step_from, counts)
-    extra = file.events.select("row", *[f"x_arg_{name}" for name in options.keep_args])
+    found = RankFacts(
+        rank=rank,
+        world_size=file.metadata.world_size,
+        host=file.metadata.host_name,
+        clock=file.metadata.host_name,
+        groups=tuple(
+            NamedGroup(group.name, group.desc, group.ranks) for group in file.metadata.groups
+        ),
+        source="kineto",
+    )
     unit = "kernel" if file.has_gpu else "operator"
+    return write_rank(file, ops, found, nodes_path, options, counts, unit=unit)
+
+
+def gpu_issued(profile: Profile, options: RankOptions, counts: Counter[str]) -> IssuedOps:
+    """The operations of a profile with GPU events, with dependencies."""
+    ops = gpu_operations(profile, counts)
+    carried = communications(profile, ops, CommPatterns.parse(options.comm_kernels), counts)
+    issued = expand_batches(ops, carried)
+    link(issued, profile, counts)
+    return issued
+
+
+def write_rank(
+    profile: Profile,
+    ops: IssuedOps,
+    facts: RankFacts,
+    nodes_path: Path,
+    options: RankOptions,
+    counts: Counter[str],
+    *,
+    unit: str = "kernel",
+) -> RankTrace:
+    """Write the nodes of annotated operations to `nodes_path`; `counts` becomes the trace's."""
+    extra = profile.events.select("row", *[f"x_arg_{name}" for name in options.keep_args])
     nodes, carried = build_nodes(ops, grain=options.grain, unit=unit, extra=extra)
     with disk_errors(nodes_path.parent.parent):
         nodes.write_parquet(nodes_path, compression="lz4")
     return RankTrace(
-        path=path,
-        rank=rank,
-        world_size=file.metadata.world_size,
-        host=file.metadata.host_name,
-        groups=tuple(
-            NamedGroup(group.name, group.desc, group.ranks) for group in file.metadata.groups
-        ),
-        comms=_compact(rank, file.metadata.host_name, carried, nodes, counts),
+        path=profile.path,
+        rank=facts.rank,
+        world_size=facts.world_size,
+        host=facts.host,
+        groups=facts.groups,
+        comms=_compact(facts, carried, nodes, counts),
         streams=tuple(nodes.get_column("stream").unique(maintain_order=True)),
         steps=tuple(nodes.get_column("step").drop_nulls().unique().sort()),
         nodes=nodes_path,
         rows=nodes.height,
         counts={name: number for name, number in counts.items() if number},
+        source=facts.source,
     )
 
 
-def _refuse_losses(file: KinetoFile, options: RankOptions) -> None:
+def refuse_losses(file: Profile, options: RankOptions) -> None:
+    """Refuse a damaged file unless what can be read of it is wanted.
+
+    Raises:
+        InputFileError: events are missing.
+    """
     lost = {name: file.counts[name] for name in _LOST if file.counts.get(name)}
     if lost and not options.recover:
         what = ", ".join(f"{name} {number}" for name, number in lost.items())
@@ -111,11 +145,7 @@ def _refuse_losses(file: KinetoFile, options: RankOptions) -> None:
 
 def _operations(file: KinetoFile, options: RankOptions, counts: Counter[str]) -> IssuedOps:
     if file.has_gpu:
-        ops = gpu_operations(file, counts)
-        carried = communications(file, ops, CommPatterns.parse(options.comm_kernels), counts)
-        issued = expand_batches(ops, carried)
-        link(issued, file, counts)
-        return issued
+        return gpu_issued(file, options, counts)
     useless = _why_useless(file)
     if useless is not None:
         raise InputFileError(useless[0], where=str(file.path), hint=useless[1])
@@ -140,8 +170,7 @@ def _why_useless(file: KinetoFile) -> tuple[str, str] | None:
 
 
 def _compact(
-    rank: int,
-    host: str | None,
+    facts: RankFacts,
     carried: list[tuple[int, CommOp]],
     nodes: pl.DataFrame,
     counts: Counter[str],
@@ -156,7 +185,7 @@ def _compact(
     plain = [replace(comm, seq=None, local_seq=None, comms_id=None) for _, comm in carried]
     start = nodes.get_column("start_ns").to_numpy()[index]
     return RankComms(
-        rank=rank,
+        rank=facts.rank,
         index=index,
         comm=[shared.setdefault(comm, comm) for comm in plain],
         start_ns=start,
@@ -164,5 +193,5 @@ def _compact(
         seq=[comm.seq for _, comm in carried],
         comms_id=[comm.comms_id for _, comm in carried],
         step=steps.gather(index).to_list(),
-        host=host,
+        host=facts.clock,
     )

@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import polars as pl
-
 from prismtrace.converters.content import read_blocks
 from prismtrace.converters.kineto.columns import EventColumns
 from prismtrace.converters.kineto.events import EventDecoder
 from prismtrace.converters.kineto.metadata import KinetoGroup, KinetoMetadata, parse_metadata
 from prismtrace.converters.kineto.text import EventText
+from prismtrace.converters.profile import Profile
 from prismtrace.converters.sniff import SourceFormat, sniff, unsupported
 from prismtrace.errors import InputFileError
 
@@ -31,25 +30,12 @@ _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True)
-class KinetoFile:
-    """One rank's trace as tables.
-
-    `events` has one row per kept complete event, in file order: row, cat, name, pid, tid,
-    start_ns (absolute), dur_ns, correlation, stream, device, external_id, rf_id, bytes, and
-    x_arg_<name> for every argument asked for. `comms` and `syncs` add what communication and
-    synchronization events say; their `row` joins them to `events`.
-
-    `counts` holds `events` (in the file), `kept`, and under its own name everything that was
-    dropped (`dropped-*`), repaired (`repaired-*`), clamped or found missing.
+class KinetoFile(Profile):
+    """One rank's trace as tables; `events` are in file order and have more columns: pid, device,
+    external_id, rf_id.
     """
 
-    path: Path
     metadata: KinetoMetadata
-    events: pl.DataFrame
-    comms: pl.DataFrame
-    syncs: pl.DataFrame
-    counts: dict[str, int]
-    has_gpu: bool
 
 
 def read_kineto(

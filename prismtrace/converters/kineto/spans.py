@@ -33,7 +33,7 @@ def build_nodes(
     """Turn one rank's operations into nodes.
 
     Args:
-        ops: operations with deps, step and phase filled in.
+        ops: operations with deps, step, microbatch and phase filled in.
         grain: ``communication`` or ``kernel``.
         unit: what an operation is called in the name of a span of several.
         extra: at kernel grain, columns to attach by the source event (`row`).
@@ -68,6 +68,7 @@ def build_nodes(
             "stream": [ops.stream[p] for p in first],
             "batch": [ops.batch[p] for p in first],
             "step": [ops.step[p] for p in first],
+            "microbatch": [ops.microbatch[p] for p in first],
             "phase": [None if ops.phase[p] is None else str(ops.phase[p]) for p in first],
             "bytes": [summary.nbytes for summary in summaries],
             "dtype": [_text(ops.comm[p], "dtype") for p in first],
@@ -89,6 +90,7 @@ def build_nodes(
             "stream": pl.String,
             "batch": pl.Int32,
             "step": pl.Int32,
+            "microbatch": pl.Int32,
             "phase": pl.String,
             "bytes": pl.Int64,
             "dtype": pl.String,
@@ -147,6 +149,7 @@ def _segments(ops: IssuedOps) -> list[list[int]]:
             and not starts_node[position]
             and not ends_node[previous]
             and ops.step[position] == ops.step[previous]
+            and ops.microbatch[position] == ops.microbatch[previous]
             and ops.phase[position] == ops.phase[previous]
         )
         if joins and current is not None:
