@@ -24,10 +24,15 @@ def convert_file(
     Raises:
         TraceError: the file cannot be read or used; see the subclasses.
     """
-    if sniff(path) is SourceFormat.NSYS_SQLITE:
+    found = sniff(path)
+    if found is SourceFormat.NSYS_SQLITE:
         from prismtrace.converters.nsys import convert_processes
 
         return convert_processes(path, stem, options, given_rank)
+    if found in {SourceFormat.CHAKRA, SourceFormat.CHAKRA_JSON}:
+        from prismtrace.converters.chakra.rank import convert_chakra
+
+        return (convert_chakra(path, found, stem.with_suffix(".parquet"), options, given_rank),)
     from prismtrace.converters.kineto.rank import convert_rank
 
     return (convert_rank(path, stem.with_suffix(".parquet"), options, given_rank),)

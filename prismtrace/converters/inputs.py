@@ -14,11 +14,14 @@ __all__ = ["PathLike", "expand_inputs", "given_ranks", "rank_in_name"]
 
 PathLike = str | os.PathLike[str]
 
-_RANK_IN_NAME = (r"rank[-_]?(\d+)", r"worker[-_]?(\d+)", r"_(\d+)\.(?:json|sqlite)")
+_SUFFIXES = (".json", ".json.gz", ".et", ".et.gz")
+
+_ET = r"[._-](\d+)\.et(?:\.gz)?$"
+_RANK_IN_NAME = (r"rank[-_]?(\d+)", r"worker[-_]?(\d+)", r"_(\d+)\.(?:json|sqlite)", _ET)
 
 
 def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
-    """Files, folders (their ``.json``/``.json.gz`` files) and glob patterns as a list of files.
+    """Files, folders (their files with `_SUFFIXES`) and glob patterns as a list of files.
 
     Raises:
         InputFileError: a path does not exist or a folder holds no trace.
@@ -29,8 +32,8 @@ def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
         try:
             paths += files_of(
                 item,
-                (".json", ".json.gz"),
-                what="trace (.json or .json.gz)",
+                _SUFFIXES,
+                what="trace (.json, .json.gz, .et or .et.gz)",
                 hint="name the folder or the files that the profiler wrote",
             )
         except OSError as error:

@@ -249,7 +249,8 @@ def _world_size(traces: Sequence[RankTrace], groups: Iterable[Sequence[int]]) ->
             hint="correct it with --rank FILE=N",
         )
     listed = [max(group.ranks) for trace in traces for group in trace.groups if group.ranks]
-    size = max([highest, *listed, *(max(ranks) for ranks in groups if ranks)]) + 1
+    partners = [trace.highest_rank for trace in traces]
+    size = max([highest, *partners, *listed, *(max(ranks) for ranks in groups if ranks)]) + 1
     if size > MOST_RANKS:
         raise RankError(
             f"a process group has rank {size - 1}; a job has at most {MOST_RANKS} ranks",
@@ -330,7 +331,7 @@ def _header(
         name: number for name, number in sorted(counts.items()) if name not in repairs and number
     }
     return TraceHeader(
-        kind=TraceKind.RECORDED,
+        kind=TraceKind.RECORDED if any(trace.timed for trace in traces) else TraceKind.BARE,
         world_size=world_size,
         ranks=tuple(trace.rank for trace in traces),
         groups=groups,

@@ -57,3 +57,8 @@ class RankTrace:
     rows: int
     counts: dict[str, int]
     source: str = "kineto"
+    """Whose clock the times are in, as the header's clock domains name it."""
+    timed: bool = True
+    """The nodes have times."""
+    highest_rank: int = 0
+    """Of those that communications name as partners."""

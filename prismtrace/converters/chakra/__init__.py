@@ -1,0 +1,1 @@
+"""Chakra execution traces: protobuf frames, and the JSON form of the feeder."""

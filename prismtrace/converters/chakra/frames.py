@@ -1,0 +1,350 @@
+"""The protobuf form: messages, each after its length; the first may be metadata of the file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from prismtrace.converters.chakra.nodes import INTEGERS, TEXTS, UNKNOWN, ChakraNodes, joined
+from prismtrace.converters.chakra.wire import (
+    LENGTH_DELIMITED,
+    VARINT,
+    Block,
+    Bools,
+    Fields,
+    Ints,
+    Spans,
+)
+from prismtrace.errors import InputFileError, SourceFormatError
+
+__all__ = ["Frames", "read_frames"]
+
+_BLOCK_BYTES = 4 << 20
+MOST_FRAME_BYTES = 64 << 20
+"""Of one node. A length of gigabytes is damage, and would be waited for in memory."""
+
+# Fields of a node.
+_ID, _NAME, _TYPE, _CTRL, _DATA, _START, _DURATION, _INPUTS, _ATTRIBUTE = 1, 2, 3, 4, 5, 6, 7, 8, 10
+_OLD_ATTRIBUTE = 11
+_VALUES = 1  # of the inputs
+# Fields of an attribute that hold integers: plain ones, and those written in zigzag.
+_PLAIN = (7, 9, 11, 13, 27)
+_ZIGZAG = (15, 17)
+_BOOL_LIST, _STRING = 28, 29
+_GROUP_NODE = b"## process_group:init ##"
+
+
+@dataclass
+class Frames:
+    """What a file of frames holds."""
+
+    nodes: ChakraNodes
+    metadata: dict[str, int | str]
+    """Attributes of the file's metadata that are texts or integers."""
+
+
+@dataclass
+class _Reader:
+    where: str
+    counts: Counter[str]
+    recover: bool
+    metadata: dict[str, int | str] = field(default_factory=dict)
+    parts: list[ChakraNodes] = field(default_factory=list)
+    frames: int = 0
+    names: dict[bytes, str] = field(default_factory=dict)
+
+
+def read_frames(
+    blocks: Iterable[bytes], *, where: str, counts: Counter[str], recover: bool = False
+) -> Frames:
+    """Read a file from its uncompressed bytes, in blocks of any size.
+
+    Args:
+        blocks: the bytes.
+        where: the file, for errors.
+        counts: `events` and what was wrong is counted here; a file that ends early is counted
+            as `truncated`.
+        recover: stop at a frame that is no node instead of raising, and count it.
+
+    Raises:
+        InputFileError: a frame is no Chakra node.
+        SourceFormatError: written by a version before the present numbering of node types.
+    """
+    reader = _Reader(where, counts, recover)
+    for data, begins, ends in _whole_frames(blocks, where, counts):
+        if not _take(reader, Block(data), Spans(begins, ends)):
+            break
+    counts["events"] += reader.frames
+    return Frames(joined(reader.parts), reader.metadata)
+
+
+def _whole_frames(
+    blocks: Iterable[bytes], where: str, counts: Counter[str]
+) -> Iterator[tuple[bytes, Ints, Ints]]:
+    """Pieces of the file with the places of the whole frames in them."""
+    pending = bytearray()
+    least = _BLOCK_BYTES
+    stopped = False
+    for block in blocks:
+        pending += block
+        if len(pending) < least:
+            continue
+        begins, ends, at, stopped, needed = _cut(pending, where)
+        if begins:
+            yield bytes(pending[:at]), np.array(begins, np.int64), np.array(ends, np.int64)
+        del pending[:at]
+        least = max(_BLOCK_BYTES, needed)
+        if stopped:
+            break
+    if not stopped:
+        begins, ends, at, stopped, _ = _cut(pending, where)
+        if begins:
+            yield bytes(pending[:at]), np.array(begins, np.int64), np.array(ends, np.int64)
+        counts["truncated"] += at < len(pending) and not stopped
+    if stopped:
+        # Readers take an empty frame for the end of the file.
+        counts["empty-frame"] += 1
+
+
+def _cut(data: bytearray, where: str) -> tuple[list[int], list[int], int, bool, int]:
+    """Begins and ends of frames, where the first unfinished one starts, whether a frame was
+    empty, and how many bytes the unfinished one needs.
+    """
+    begins: list[int] = []
+    ends: list[int] = []
+    at, size = 0, len(data)
+    while at < size:
+        length = data[at]
+        begin = at + 1
+        if length >= 0x80:
+            length &= 0x7F
+            shift = 7
+            while begin < size and shift < 35:
+                byte = data[begin]
+                begin += 1
+                length |= (byte & 0x7F) << shift
+                shift += 7
+                if byte < 0x80:
+                    break
+            else:
+                if shift >= 35:
+                    raise _damaged("a frame's length is no number", where)
+                return begins, ends, at, False, 0
+        if length == 0:
+            return begins, ends, at, True, 0
+        if length > MOST_FRAME_BYTES:
+            raise _damaged(
+                f"a frame of {length} bytes; one node has at most {MOST_FRAME_BYTES}", where
+            )
+        end = begin + length
+        if end > size:
+            return begins, ends, at, False, end - at
+        begins.append(begin)
+        ends.append(end)
+        at = end
+    return begins, ends, at, False, 0
+
+
+def _damaged(problem: str, where: str) -> InputFileError:
+    return InputFileError(
+        f"the file is damaged, or no Chakra trace: {problem}",
+        where=where,
+        hint="copy it again, or write it again with the tool that made it",
+    )
+
+
+def _take(reader: _Reader, block: Block, frames: Spans) -> bool:
+    """Read the frames of a block; whether to go on."""
+    found, bad = block.fields(frames)
+    if reader.frames == 0 and not bad[0] and _is_metadata(block, found.take(found.message == 0)):
+        attributes = found.take((found.message == 0) & (found.number == 2))
+        reader.metadata.update(_metadata(block, attributes))
+        rest = found.take(found.message > 0)
+        found = Fields(rest.message - 1, rest.number, rest.wire_type, rest.value, rest.begin)
+        frames, bad = frames.take(np.arange(1, len(frames))), bad[1:]
+        reader.frames += 1
+    _refuse_old(reader, block, found)
+    nodes, worse = _decode(reader, block, found, len(frames))
+    bad = bad | worse
+    if bad.any():
+        first = int(np.argmax(bad))
+        if not reader.recover:
+            raise _damaged(f"frame {reader.frames + first} is no node", reader.where)
+        reader.counts["dropped-unreadable"] += 1
+        kept = found.take(found.message < first)
+        nodes, _ = _decode(reader, block, kept, first)
+    reader.frames += len(nodes)
+    if len(nodes):
+        reader.parts.append(nodes)
+    return not bad.any()
+
+
+def _is_metadata(block: Block, fields: Fields) -> bool:
+    """Whether the first frame is about the file: a version and attributes, nothing of a node."""
+    if not len(fields.number):
+        return False
+    if ((fields.number > 2) | (fields.wire_type != LENGTH_DELIMITED)).any():
+        return False
+    attributes = fields.of(2, LENGTH_DELIMITED)
+    # A node of which only the name is written looks alike, but for what the name begins with.
+    _, bad = block.fields(attributes.spans)
+    return not bad.any()
+
+
+def _metadata(block: Block, attributes: Fields) -> dict[str, int | str]:
+    inner, _ = block.fields(attributes.spans)
+    found: dict[str, int | str] = {}
+    for position in range(len(attributes.number)):
+        mine = inner.take(inner.message == position)
+        names = list(block.texts(mine.of(1, LENGTH_DELIMITED).spans))
+        if not names:
+            continue
+        name = names[0].decode(errors="replace")
+        for text in block.texts(mine.of(_STRING, LENGTH_DELIMITED).spans):
+            found[name] = text.decode(errors="replace")
+        for number in _PLAIN:
+            for value in mine.of(number, VARINT).value.tolist():
+                found[name] = value
+    return found
+
+
+def _refuse_old(reader: _Reader, block: Block, found: Fields) -> None:
+    """Refuse what the first versions wrote: their numbers of collectives mean others today."""
+    old = found.of(_OLD_ATTRIBUTE, LENGTH_DELIMITED)
+    if not len(old.number):
+        return
+    inner, bad = block.fields(old.spans)
+    typed = inner.of(2, VARINT).message
+    if bad.any() or len(np.unique(typed)) < len(old.number):
+        return
+    raise SourceFormatError(
+        "a Chakra trace of schema 0.0.1 to 0.0.3, whose numbers mean other things today",
+        where=reader.where,
+        hint="convert it to schema 0.0.4 or later with Chakra's own tools of that time",
+    )
+
+
+def _decode(reader: _Reader, block: Block, found: Fields, count: int) -> tuple[ChakraNodes, Bools]:
+    """Columns of the nodes of a block, and which frames are none after all."""
+    bad = np.zeros(count, dtype=np.bool_)
+    nodes = ChakraNodes(
+        id=_scalar(found, _ID, count),
+        type=_scalar(found, _TYPE, count),
+        start_us=_scalar(found, _START, count),
+        dur_us=_scalar(found, _DURATION, count),
+        name=_names(reader, block, found, count),
+    )
+    # Unsigned in the file; beyond 2^63 they are nothing that can be true.
+    bad |= (nodes.start_us < 0) | (nodes.dur_us < 0)
+    nodes.data_owner, nodes.data_dep, wrong = _deps(block, found, _DATA)
+    bad[wrong] = True
+    nodes.ctrl_owner, nodes.ctrl_dep, wrong = _deps(block, found, _CTRL)
+    bad[wrong] = True
+    bad[_attributes(block, found, nodes)] = True
+    nodes.groups = _group_texts(block, found)
+    return nodes, bad
+
+
+def _scalar(found: Fields, number: int, count: int) -> Ints:
+    column = np.zeros(count, dtype=np.int64)
+    mine = found.of(number, VARINT)
+    column[mine.message] = mine.value
+    return column
+
+
+def _names(reader: _Reader, block: Block, found: Fields, count: int) -> list[str]:
+    """Names; few are different, so each is decoded once."""
+    names = [""] * count
+    mine = found.of(_NAME, LENGTH_DELIMITED)
+    known = reader.names
+    for position, text in zip(mine.message.tolist(), block.texts(mine.spans), strict=True):
+        name = known.get(text)
+        if name is None:
+            if len(known) > 65536:
+                known.clear()
+            name = known[text] = text.decode(errors="replace")
+        names[position] = name
+    return names
+
+
+def _deps(block: Block, found: Fields, number: int) -> tuple[Ints, Ints, Ints]:
+    """Node and value of each dependency, in the order of the nodes; and nodes with broken ones."""
+    lists = found.of(number, LENGTH_DELIMITED)
+    owner, values, bad = block.packed(lists.spans)
+    single = found.of(number, VARINT)
+    owners = np.concatenate([lists.message[owner], single.message])
+    deps = np.concatenate([values, single.value])
+    order = np.argsort(owners, kind="stable")
+    return owners[order], deps[order], lists.message[bad]
+
+
+def _attributes(block: Block, found: Fields, nodes: ChakraNodes) -> Ints:
+    """Fill in the attributes that matter; the nodes with a broken one."""
+    attributes = found.of(_ATTRIBUTE, LENGTH_DELIMITED)
+    inner, bad = block.fields(attributes.spans)
+    named = inner.of(1, LENGTH_DELIMITED)
+    node_of = attributes.message
+    spans = named.spans
+    integers, texts, flags = _values(inner, len(attributes.number))
+    count = len(nodes)
+    for name in INTEGERS:
+        chosen = named.message[block.equal(spans, name.encode())]
+        chosen = chosen[integers[chosen] != UNKNOWN]
+        if len(chosen):
+            column = np.full(count, UNKNOWN, dtype=np.int64)
+            column[node_of[chosen]] = integers[chosen]
+            nodes.numbers[name] = column
+    for name in TEXTS:
+        chosen = named.message[block.equal(spans, name.encode())]
+        chosen = chosen[texts.begin[chosen] >= 0]
+        if len(chosen):
+            values: list[str | None] = [None] * count
+            for position, text in zip(
+                node_of[chosen].tolist(), block.texts(texts.take(chosen)), strict=True
+            ):
+                values[position] = text.decode(errors="replace")
+            nodes.texts[name] = values
+    for attribute in named.message[block.equal(spans, b"involved_dim")].tolist():
+        begin, end = int(flags.begin[attribute]), int(flags.end[attribute])
+        if begin >= 0:
+            nodes.involved.append((int(node_of[attribute]), _all_true(block.data[begin:end])))
+    return node_of[bad]
+
+
+def _values(inner: Fields, count: int) -> tuple[Ints, Spans, Spans]:
+    """Value of each attribute as an integer, as a text and as a list of flags, where it is one."""
+    integers = np.full(count, UNKNOWN, dtype=np.int64)
+    plain = inner.take(np.isin(inner.number, _PLAIN) & (inner.wire_type == VARINT))
+    integers[plain.message] = plain.value
+    zigzag = inner.take(np.isin(inner.number, _ZIGZAG) & (inner.wire_type == VARINT))
+    integers[zigzag.message] = (zigzag.value >> 1) & (2**63 - 1) ^ -(zigzag.value & 1)
+
+    def spans(number: int) -> Spans:
+        begin, end = np.full(count, -1, dtype=np.int64), np.full(count, -1, dtype=np.int64)
+        mine = inner.of(number, LENGTH_DELIMITED)
+        begin[mine.message], end[mine.message] = mine.begin, mine.begin + mine.value
+        return Spans(begin, end)
+
+    return integers, spans(_STRING), spans(_BOOL_LIST)
+
+
+def _all_true(flags: bytes) -> bool:
+    """Whether a message with a packed list of flags holds no false one."""
+    at = 2 if flags[:1] == b"\x0a" else 0
+    return 0 not in flags[at:]
+
+
+def _group_texts(block: Block, found: Fields) -> list[str]:
+    """What the nodes that stand for the making of process groups list."""
+    named = found.of(_NAME, LENGTH_DELIMITED)
+    nodes = named.message[block.equal(named.spans, _GROUP_NODE)]
+    if not len(nodes):
+        return []
+    inputs = found.of(_INPUTS, LENGTH_DELIMITED)
+    inputs = inputs.take(np.isin(inputs.message, nodes))
+    inner, _ = block.fields(inputs.spans)
+    values = inner.of(_VALUES, LENGTH_DELIMITED)
+    return [text.decode(errors="replace") for text in block.texts(values.spans)]

@@ -1,0 +1,318 @@
+"""The graph of one rank: who waits for whom, in which order, on which stream, and when.
+
+Nodes of a Chakra trace stand in any order, need not say when they started, and often not on
+which stream they ran. A trace needs all three: dependencies lead back, and nodes of a stream
+follow each other.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from prismtrace.converters.chakra.nodes import UNKNOWN, ChakraNodes
+from prismtrace.converters.chakra.wire import Bools, Ints
+from prismtrace.errors import InputFileError
+
+__all__ = ["Edges", "Order", "add_stream_order", "assign_lanes", "lay_out", "order_nodes"]
+
+_MOST_LANES = 256
+"""Streams for nodes that name none, before lanes are used again by nodes that are not known to
+follow each other."""
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Positions of a node and of one that it waits for, sorted by node, without repetition."""
+
+    node: Ints
+    dep: Ints
+
+    @classmethod
+    def of(cls, node: Ints, dep: Ints, count: int) -> Edges:
+        """Sorted and without repetition; `count` is the number of nodes."""
+        both = np.unique(node * count + dep)
+        return cls(both // count, both % count)
+
+    def offsets(self, count: int) -> Ints:
+        """Where the edges of each node begin; one entry more than nodes."""
+        return np.searchsorted(self.node, np.arange(count + 1)).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Order of the nodes (positions in the file) and the edges between their new positions."""
+
+    position: Ints
+    edges: Edges
+
+
+def order_nodes(
+    nodes: ChakraNodes, *, where: str, counts: Counter[str], recover: bool = False
+) -> Order:
+    """An order in which nothing waits for what comes later: that of the file if it is one.
+
+    Control dependencies count unless they are PyTorch's, where they lead to the operator that
+    called this one, or contradict the data dependencies.
+
+    Raises:
+        InputFileError: two nodes have one id, or nodes wait for each other in a circle (with
+            `recover` the last edge of each circle is left out and counted).
+    """
+    places = _Places(nodes, where)
+    data = places.edges(nodes.data_owner, nodes.data_dep)
+    counts["dropped-missing-dep"] += len(nodes.data_dep) - len(data[0])
+    ctrl = places.edges(nodes.ctrl_owner, nodes.ctrl_dep)
+    count = len(nodes)
+    priority = _priority(nodes)
+    if len(ctrl[0]) and not (len(data[0]) and "rf_id" in nodes.numbers):
+        counts["dropped-missing-dep"] += len(nodes.ctrl_dep) - len(ctrl[0])
+        both = Edges.of(
+            np.concatenate([data[0], ctrl[0]]), np.concatenate([data[1], ctrl[1]]), count
+        )
+        found, _ = _sorted(both, priority)
+        if len(found) == count:
+            return _renumbered(both, found, count)
+        counts["ignored-control-deps"] += len(ctrl[0])
+    edges = Edges.of(*data, count)
+    found, waiting = _sorted(edges, priority)
+    while len(found) < count:
+        if not recover:
+            raise _circle(nodes, edges, waiting, where)
+        edges = _without_first_circle(edges, waiting, priority)
+        counts["dropped-circular-dep"] += 1
+        found, waiting = _sorted(edges, priority)
+    return _renumbered(edges, found, count)
+
+
+class _Places:
+    """Positions of nodes by id."""
+
+    def __init__(self, nodes: ChakraNodes, where: str) -> None:
+        self._plain = bool((nodes.id == np.arange(len(nodes))).all())
+        self._count = len(nodes)
+        if self._plain:
+            return
+        self._order = np.argsort(nodes.id, kind="stable")
+        self._ids = nodes.id[self._order]
+        twice = np.flatnonzero(np.diff(self._ids) == 0)
+        if len(twice):
+            raise InputFileError(
+                f"two nodes have the id {self._ids[twice[0]]}",
+                where=where,
+                hint="the file was changed, or put together from several: write it again",
+            )
+
+    def edges(self, owner: Ints, dep: Ints) -> tuple[Ints, Ints]:
+        """Positions of both ends, without edges to nodes that are not in the file."""
+        if self._plain:
+            there = (dep >= 0) & (dep < self._count)
+            return owner[there], dep[there]
+        at = np.minimum(np.searchsorted(self._ids, dep), self._count - 1)
+        there = self._ids[at] == dep
+        return owner[there], self._order[at[there]]
+
+
+def _priority(nodes: ChakraNodes) -> Ints:
+    """Order of nodes that do not wait for each other: by start where that is recorded."""
+    count = len(nodes)
+    place = np.arange(count)
+    if not nodes.start_us.any():
+        return place
+    priority = np.empty(count, dtype=np.int64)
+    priority[np.lexsort((place, nodes.start_us))] = place
+    return priority
+
+
+def _sorted(edges: Edges, priority: Ints) -> tuple[Ints, Bools]:
+    """Positions in an order that keeps all edges; and which could not be reached, in circles."""
+    count = len(priority)
+    waiting = np.zeros(count, dtype=np.bool_)
+    if (priority[edges.dep] < priority[edges.node]).all():
+        order = np.empty(count, dtype=np.int64)
+        order[priority] = np.arange(count)
+        return order, waiting
+    by_dep = np.argsort(edges.dep, kind="stable")
+    users = edges.node[by_dep].tolist()
+    begin = np.searchsorted(edges.dep[by_dep], np.arange(count + 1)).tolist()
+    open_deps = np.bincount(edges.node, minlength=count).tolist()
+    key = priority.tolist()
+    ready = [(key[node], node) for node in range(count) if not open_deps[node]]
+    heapq.heapify(ready)
+    order_list: list[int] = []
+    while ready:
+        _, node = heapq.heappop(ready)
+        order_list.append(node)
+        for user in users[begin[node] : begin[node + 1]]:
+            open_deps[user] -= 1
+            if not open_deps[user]:
+                heapq.heappush(ready, (key[user], user))
+    return np.array(order_list, dtype=np.int64), np.array(open_deps) > 0
+
+
+def _renumbered(edges: Edges, order: Ints, count: int) -> Order:
+    new = np.empty(count, dtype=np.int64)
+    new[order] = np.arange(count)
+    return Order(order, Edges.of(new[edges.node], new[edges.dep], count))
+
+
+def _walk(edges: Edges, waiting: Bools) -> list[int]:
+    """A circle of positions, each waiting for the next."""
+    inside = waiting[edges.node] & waiting[edges.dep]
+    # Each waiting node waits for another one, so that a walk comes back to itself.
+    next_of = dict(zip(edges.node[inside].tolist(), edges.dep[inside].tolist(), strict=True))
+    node = next(iter(next_of))
+    seen: dict[int, int] = {}
+    path: list[int] = []
+    while node not in seen:
+        seen[node] = len(path)
+        path.append(node)
+        node = next_of[node]
+    return path[seen[node] :]
+
+
+def _circle(nodes: ChakraNodes, edges: Edges, waiting: Bools, where: str) -> InputFileError:
+    path = _walk(edges, waiting)
+    shown = [f"{nodes.id[node]} ({nodes.name[node][:_SHOWN]})" for node in path[:3]]
+    more = f" and {len(path) - 3} more" if len(path) > 3 else ""
+    return InputFileError(
+        f"nodes wait for each other in a circle: {', '.join(shown)}{more}",
+        where=where,
+        hint="the graph cannot have run; --recover leaves out one edge of each circle",
+    )
+
+
+_SHOWN = 40  # characters of a name
+
+
+def _without_first_circle(edges: Edges, waiting: Bools, priority: Ints) -> Edges:
+    """Without the edge of a circle that leads to its latest node: the others lead back."""
+    path = _walk(edges, waiting)
+    pairs = list(zip(path, [*path[1:], path[0]], strict=True))
+    node, dep = max(pairs, key=lambda pair: int(priority[pair[1]] - priority[pair[0]]))
+    kept = (edges.node != node) | (edges.dep != dep)
+    return Edges(edges.node[kept], edges.dep[kept])
+
+
+def add_stream_order(edges: Edges, stream: Ints, chained: Bools, count: int) -> Edges:
+    """Edges with the order of streams, without those that follow from others.
+
+    Args:
+        edges: between positions in order.
+        stream: number of each node's stream.
+        chained: nodes that wait for the one before them on their stream.
+        count: number of nodes.
+    """
+    order = np.argsort(stream, kind="stable")
+    same = (stream[order][1:] == stream[order][:-1]) & chained[order][1:]
+    node = np.concatenate([edges.node, order[1:][same]])
+    dep = np.concatenate([edges.dep, order[:-1][same]])
+    # Of what a node waits for on one stream the last ends last.
+    last = np.lexsort((dep, stream[dep], node))
+    node, dep = node[last], dep[last]
+    is_last = np.ones(len(node), dtype=np.bool_)
+    is_last[:-1] = (node[1:] != node[:-1]) | (stream[dep][1:] != stream[dep][:-1])
+    return Edges.of(node[is_last], dep[is_last], count)
+
+
+def assign_lanes(
+    edges: Edges, stream: Ints, base: int, kind: Ints, dur: Ints, counts: Counter[str]
+) -> tuple[Ints, Ints, Edges]:
+    """Streams for nodes that name none (−1): a node follows one that it waits for, if only
+    by way of others.
+
+    Args:
+        edges: between positions in order.
+        stream: number of each node's stream, or −1.
+        base: number of the first new stream.
+        kind: 0 or 1; nodes of different kinds are put on different streams.
+        dur: durations in any unit.
+        counts: nodes that had to wait for a stream are counted.
+
+    Returns:
+        The streams of all nodes, the kind of every new stream, and the edges, with those of
+        nodes that had to wait.
+    """
+    count = len(stream)
+    begin, deps = edges.offsets(count).tolist(), edges.dep.tolist()
+    given, kinds, durations = stream.tolist(), kind.tolist(), dur.tolist()
+    tails: list[int] = []
+    kind_of: list[int] = []
+    lane = [-1] * count
+    end = [0] * count
+    before = [[-1] * count, [-1] * count]
+    """By kind, the latest node of that kind that a node is or waits for, as far as seen."""
+    free: dict[int, list[tuple[int, int]]] = {}
+    added: list[tuple[int, int]] = []
+    for node in range(count):
+        mine = deps[begin[node] : begin[node + 1]]
+        at = max([end[dep] for dep in mine], default=0)
+        end[node] = at + durations[node]
+        chosen = -1
+        for earlier in before:
+            earlier[node] = max([earlier[dep] for dep in mine], default=-1)
+        for dep in mine:
+            last = before[kinds[node]][dep]
+            if last >= 0 and tails[lane[last]] == last:
+                chosen = lane[last]
+                break
+        if given[node] >= 0:
+            continue
+        before[kinds[node]][node] = node
+        if chosen < 0 and len(tails) >= _MOST_LANES:
+            chosen = _free_lane(free.get(kinds[node], []), at, tails, end)
+            if chosen >= 0:
+                added.append((node, tails[chosen]))
+        if chosen < 0:
+            chosen = len(tails)
+            tails.append(node)
+            kind_of.append(kinds[node])
+        tails[chosen], lane[node] = node, chosen
+        heapq.heappush(free.setdefault(kinds[node], []), (end[node], chosen))
+    counts["assumed-stream-order"] += len(added)
+    if added:
+        more = np.array(added, dtype=np.int64)
+        edges = Edges.of(
+            np.concatenate([edges.node, more[:, 0]]), np.concatenate([edges.dep, more[:, 1]]), count
+        )
+    lanes = np.array(lane, dtype=np.int64)
+    return np.where(stream < 0, lanes + base, stream), np.array(kind_of, dtype=np.int64), edges
+
+
+def _free_lane(heap: list[tuple[int, int]], at: int, tails: list[int], end: list[int]) -> int:
+    """The lane that has been free for longest; −1 if none is."""
+    while heap:
+        ended, lane = heap[0]
+        if end[tails[lane]] != ended:
+            heapq.heappop(heap)  # something else has run on it since
+        elif ended <= at:
+            heapq.heappop(heap)
+            return lane
+        else:
+            break
+    return -1
+
+
+def lay_out(edges: Edges, dur: Ints) -> Ints:
+    """Starts of nodes that say none: when the last that they wait for has ended."""
+    count = len(dur)
+    begin, deps, durations = edges.offsets(count).tolist(), edges.dep.tolist(), dur.tolist()
+    start = [0] * count
+    end = [0] * count
+    for node in range(count):
+        at = 0
+        for dep in deps[begin[node] : begin[node + 1]]:
+            if end[dep] > at:
+                at = end[dep]
+        start[node], end[node] = at, at + durations[node]
+    return np.array(start, dtype=np.int64)
+
+
+def known(column: Ints | None, count: int) -> Ints:
+    """A column of numbers; −1 where a node does not say, or says something negative."""
+    if column is None:
+        return np.full(count, -1, dtype=np.int64)
+    return np.where(column == UNKNOWN, -1, np.maximum(column, -1))
