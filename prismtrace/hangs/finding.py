@@ -1,0 +1,307 @@
+"""`find_hang`: from the dumps of a job's ranks to the ranks that are waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from prismtrace.converters.flight.inputs import dump_files
+from prismtrace.converters.flight.job import FlightJob, read_job
+from prismtrace.converters.groups import read_groups_file
+from prismtrace.converters.inputs import PathLike, given_ranks
+from prismtrace.hangs.pending import Instance, JobState, Key, describe, read_state, streams
+from prismtrace.hangs.report import (
+    Culprit,
+    GroupProgress,
+    HangReport,
+    PendingOperation,
+    Reason,
+    Verdict,
+)
+from prismtrace.hangs.waits import ends_of_waiting, reaching
+from prismtrace.ranks import format_ranks
+
+__all__ = ["find_hang"]
+
+_Item = tuple[str, object]
+"""``("rank", r)`` or ``("operation", key)``."""
+
+
+def find_hang(
+    inputs: PathLike | Sequence[PathLike],
+    *,
+    ranks: Mapping[str, int] | None = None,
+    groups: PathLike | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> HangReport:
+    """Say who hangs in what, and which ranks are waited for.
+
+    Args:
+        inputs: flight-recorder dumps, one file a rank: files, folders or glob patterns.
+        ranks: file name or path -> rank, for files whose names do not tell.
+        groups: JSON file of process groups (name -> ranks) for dumps that list none.
+        progress: called with the number of input bytes done since the last call.
+
+    Raises:
+        TraceError: a file is no dump, or ranks do not fit together.
+    """
+    paths = dump_files(inputs)
+    named = read_groups_file(Path(groups)) if groups is not None else {}
+    return analyse(read_job(paths, given_ranks(paths, ranks or {}), named, progress))
+
+
+def analyse(job: FlightJob) -> HangReport:
+    """The report on dumps that were read; see `find_hang`."""
+    state = read_state(job)
+    instances = {instance.key: instance for instance in state.instances}
+    waits = _waits(job, state, instances)
+    latest = _latest(job)
+    culprits: list[Culprit] = []
+    for end in ends_of_waiting(waits):
+        waiting = {name for kind, name in reaching(waits, end) if kind == "rank"}
+        culprits += _blame(job, state, instances, end, waiting)
+    culprits.sort(key=lambda found: (-len(found.waited_for_by), found.rank))
+    pending = {key: _told(job, state, found, latest) for key, found in instances.items()}
+    verdict = Verdict.NO_HANG if not instances else Verdict.STALLED
+    return HangReport(
+        verdict=Verdict.HANG if culprits else verdict,
+        culprits=tuple(culprits),
+        world_size=job.world_size,
+        ranks=tuple(job.dumps),
+        missing_ranks=tuple(rank for rank in range(job.world_size) if rank not in job.dumps),
+        groups=tuple(
+            GroupProgress(
+                name=group.key.name,
+                desc=_desc(job, group.key.name),
+                ranks=group.key.ranks,
+                enqueued_by_all=group.enqueued_by_all,
+                completed_by_all=group.completed_by_all,
+                pending=pending.get((group.key, None, None)),
+            )
+            for group in state.groups
+        ),
+        p2p=tuple(pending[instance.key] for instance in state.p2p),
+        notes=tuple(_notes(job, state)),
+    )
+
+
+# --- who waits for whom -----------------------------------------------------------------
+
+
+def _waits(
+    job: FlightJob, state: JobState, instances: Mapping[Key, Instance]
+) -> dict[_Item, list[_Item]]:
+    """Operations wait for ranks that have not come, and for what is ahead on a stream.
+
+    Ranks wait for the operations that they are in.
+    """
+    waits: dict[_Item, list[_Item]] = {}
+    for key, instance in instances.items():
+        targets = waits.setdefault(("operation", key), [])
+        for rank, position in instance.position.items():
+            if state.state[rank][position] != "completed":
+                waits.setdefault(("rank", rank), []).append(("operation", key))
+        if instance.difference is None:
+            targets += [("rank", rank) for rank in (*instance.absent, *instance.no_dump)]
+    for rank in job.dumps:
+        for key, ahead in _behind(job, state, instances, rank):
+            if instances[key].difference is None:
+                waits["operation", key].append(("operation", ahead))
+    return waits
+
+
+def _behind(
+    job: FlightJob, state: JobState, instances: Mapping[Key, Instance], rank: int
+) -> list[tuple[Key, Key]]:
+    """Operations of a rank that cannot start before another one on the same stream ends."""
+    places = streams(job, rank)
+    heads: dict[object, int] = {}
+    for position, what in enumerate(state.state[rank]):
+        if what != "completed":
+            heads.setdefault(places[position], position)
+    entries = job.dumps[rank].entries
+    found: list[tuple[Key, Key]] = []
+    for key, instance in instances.items():
+        position = instance.position.get(rank, -1)
+        head = heads.get(places[position], position) if position >= 0 else position
+        batch = entries[position].batch
+        if head >= position or (batch is not None and batch == entries[head].batch):
+            continue
+        ahead = _key(job, rank, head)
+        if ahead is not None and ahead in instances and ahead != key:
+            found.append((key, ahead))
+    return found
+
+
+def _key(job: FlightJob, rank: int, position: int) -> Key | None:
+    assignment = job.assignments[rank]
+    group, peer = assignment.group[position], assignment.peer[position]
+    if group is None:
+        return None
+    if peer is None:
+        return group, None, None
+    sends = job.dumps[rank].entries[position].comm.kind == "send"
+    return (group, rank, peer) if sends else (group, peer, rank)
+
+
+# --- who is at fault --------------------------------------------------------------------
+
+
+def _blame(
+    job: FlightJob,
+    state: JobState,
+    instances: Mapping[Key, Instance],
+    end: Sequence[_Item],
+    waiting: set[object],
+) -> list[Culprit]:
+    """The ranks at one end of waiting; none when an operation merely does not end."""
+    ranks = sorted(name for kind, name in end if kind == "rank" and isinstance(name, int))
+    inside = [instances[name] for kind, name in end if kind == "operation"]  # type: ignore[index]
+    if len(end) == 1 and inside:
+        (instance,) = inside
+        ranks, reason = _within(state, instance)
+        detail = instance.difference.guess if instance.difference is not None else ""
+        told = dict.fromkeys(ranks, instance)
+    elif len(end) == 1:
+        told = {rank: _awaited_in(instances, rank) for rank in ranks}
+        reason = Reason.NOT_ENQUEUED if ranks[0] in job.dumps else Reason.NO_DUMP
+        detail = ""
+    else:
+        ranks = ranks or sorted({rank for instance in inside for rank in instance.position})
+        told = {rank: _taking_part(inside, rank) for rank in ranks}
+        reason, detail = Reason.DEADLOCK, f"each of ranks {format_ranks(ranks)} waits for another"
+    return [_culprit(job, rank, reason, told[rank], waiting - {rank}, detail) for rank in ranks]
+
+
+def _within(state: JobState, instance: Instance) -> tuple[list[int], Reason]:
+    """Ranks that keep an operation from ending which all members have enqueued."""
+    if instance.difference is not None:
+        return list(instance.difference.ranks), Reason.DIFFERENT_OPERATION
+    states = {rank: state.state[rank][at] for rank, at in instance.position.items()}
+    if len(set(states.values())) > 1:
+        for what, reason in (
+            ("scheduled", Reason.NOT_STARTED),
+            ("started", Reason.NOT_COMPLETED),
+        ):
+            behind = sorted(rank for rank, found in states.items() if found == what)
+            if behind:
+                return behind, reason
+    return [], Reason.NOT_COMPLETED
+
+
+def _awaited_in(instances: Mapping[Key, Instance], rank: int) -> Instance:
+    """The operation that waits for the rank and for the fewest others."""
+    waiting = [i for i in instances.values() if rank in i.absent or rank in i.no_dump]
+    return min(waiting, key=lambda i: (len(i.absent) + len(i.no_dump), -len(i.position)))
+
+
+def _taking_part(instances: Sequence[Instance], rank: int) -> Instance:
+    """The operation that the rank is in, or else one that waits for it."""
+    return max(instances, key=lambda i: (rank in i.position, len(i.position)))
+
+
+def _culprit(
+    job: FlightJob,
+    rank: int,
+    reason: Reason,
+    instance: Instance,
+    waiting: set[object],
+    detail: str,
+) -> Culprit:
+    site = last = None
+    if rank in job.dumps and job.dumps[rank].entries:
+        own = instance.position.get(rank)
+        at = len(job.dumps[rank].entries) - 1 if own is None else own
+        entry = job.dumps[rank].entries[at]
+        group = job.assignments[rank].group[at]
+        last = describe(job, rank, at) + (f" in group {group.name!r}" if group else "")
+        site = entry.site
+    return Culprit(
+        rank=rank,
+        reason=reason,
+        group=instance.key[0].name,
+        seq=instance.seq,
+        operation=instance.what,
+        waited_for_by=tuple(sorted(r for r in waiting if isinstance(r, int))),
+        last_site=site,
+        last_operation=last,
+        detail=detail,
+    )
+
+
+# --- what is told -----------------------------------------------------------------------
+
+
+def _told(job: FlightJob, state: JobState, instance: Instance, latest: int) -> PendingOperation:
+    ranks_in: dict[str, list[int]] = {"scheduled": [], "started": [], "completed": []}
+    entries = {rank: job.dumps[rank].entries[at] for rank, at in instance.position.items()}
+    for rank, position in sorted(instance.position.items()):
+        ranks_in[state.state[rank][position]].append(rank)
+    created = [entry.created_ns for entry in entries.values() if entry.created_ns is not None]
+    difference = instance.difference
+    return PendingOperation(
+        group=instance.key[0].name,
+        seq=instance.seq,
+        operation=instance.what
+        if instance.key[1] is None
+        else f"{instance.what} ({instance.key[1]} -> {instance.key[2]})",
+        absent=instance.absent,
+        different=difference.ranks if difference is not None else (),
+        scheduled=tuple(ranks_in["scheduled"]),
+        started=tuple(ranks_in["started"]),
+        completed=tuple(ranks_in["completed"]),
+        no_dump=instance.no_dump,
+        timed_out=any(entry.timed_out for entry in entries.values()),
+        waited_ns=max(0, latest - min(created)) if created else 0,
+        sites={rank: entry.site for rank, entry in entries.items() if entry.site} or None,
+        differences=difference.what if difference is not None else None,
+    )
+
+
+def _latest(job: FlightJob) -> int:
+    return max(
+        (
+            time
+            for dump in job.dumps.values()
+            for entry in dump.entries
+            for time in (entry.created_ns, entry.started_ns, entry.completed_ns)
+            if time is not None
+        ),
+        default=0,
+    )
+
+
+def _desc(job: FlightJob, name: str) -> str:
+    for dump in job.dumps.values():
+        for group in dump.groups:
+            if group.name == name:
+                return group.desc
+        for entry in dump.entries:
+            if entry.comm.group_name == name:
+                return entry.comm.group_desc or ""
+    return ""
+
+
+def _notes(job: FlightJob, state: JobState) -> list[str]:
+    notes = list(state.notes)
+    for group in state.groups:
+        if group.harmless is not None:
+            told = "; ".join(f"rank {r}: {what}" for r, what in sorted(group.harmless.what.items()))
+            notes.append(f"members of group {group.key.name!r} differ in a collective: {told}")
+    empty = [rank for rank, dump in job.dumps.items() if not dump.entries]
+    if empty:
+        notes.append(f"the dumps of ranks {format_ranks(empty)} hold no operation")
+    if job.counts["group-members-from-use"]:
+        notes.append(
+            f"{job.counts['group-members-from-use']} groups are listed nowhere: their members "
+            "are the ranks that use them, so that one that never did would not be missed"
+        )
+    lost = job.counts["kept-without-group"]
+    if lost:
+        notes.append(
+            f"{lost} operations of groups whose ranks are unknown were left out: name the groups "
+            "with --groups"
+        )
+    if job.counts["dropped-entry"]:
+        notes.append(f"{job.counts['dropped-entry']} entries could not be read")
+    return notes

@@ -1,0 +1,105 @@
+"""How `prismtrace hang` tells its verdict to people: who is at fault first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prismtrace import console
+from prismtrace.hangs.report import Culprit, HangReport, PendingOperation, Reason
+from prismtrace.printing import MOST_LINES
+from prismtrace.ranks import format_ranks
+
+__all__ = ["print_hang"]
+
+_REASONS = {
+    Reason.NOT_ENQUEUED: "has not enqueued",
+    Reason.DIFFERENT_OPERATION: "enqueued something else than",
+    Reason.NO_DUMP: "left no dump, and may have ended before",
+    Reason.NOT_STARTED: "enqueued, but its GPU has not started",
+    Reason.NOT_COMPLETED: "has not completed",
+    Reason.DEADLOCK: "is part of a circle of waiting, in",
+}
+
+
+def print_hang(report: HangReport) -> None:
+    """The verdict, the ranks at fault, then what every group is in."""
+    _say(report.sentence)
+    for culprit in report.culprits[:MOST_LINES]:
+        print()
+        for line in _culprit_lines(culprit):
+            _say(line)
+    if len(report.culprits) > MOST_LINES:
+        print(f"... and {len(report.culprits) - MOST_LINES} more ranks (--json lists all)")
+    print()
+    _say(f"dumps: ranks {format_ranks(report.ranks)} of {report.world_size}")
+    if report.missing_ranks:
+        _say(f"no dump of ranks {format_ranks(report.missing_ranks)}")
+    for group in report.groups[:MOST_LINES]:
+        _say(
+            f"group {group.name!r}{f' ({group.desc})' if group.desc else ''}, ranks "
+            f"{format_ranks(group.ranks)}: all enqueued #{_number(group.enqueued_by_all)}, all "
+            f"completed #{_number(group.completed_by_all)}"
+        )
+        if group.pending is not None:
+            _print_pending(group.pending)
+    if len(report.groups) > MOST_LINES:
+        print(f"... and {len(report.groups) - MOST_LINES} more groups (--json lists all)")
+    for pending in report.p2p[:MOST_LINES]:
+        _say(f"group {pending.group!r}:")
+        _print_pending(pending)
+    if len(report.p2p) > MOST_LINES:
+        print(f"... and {len(report.p2p) - MOST_LINES} more pairs (--json lists all)")
+    for note in report.notes:
+        _say(f"note: {note}")
+
+
+def _say(text: str) -> None:
+    print(console.printable(text))
+
+
+def _number(seq: int | None) -> str:
+    return "none" if seq is None else str(seq)
+
+
+def _culprit_lines(culprit: Culprit) -> list[str]:
+    number = "" if culprit.seq is None else f" #{culprit.seq}"
+    what = f"{culprit.operation}{number} in group {culprit.group!r}"
+    lines = [f"rank {culprit.rank} {_REASONS[culprit.reason]} {what}"]
+    if culprit.detail:
+        lines.append(f"  {culprit.detail}")
+    if culprit.waited_for_by:
+        lines.append(f"  waited for by ranks {format_ranks(culprit.waited_for_by)}")
+    if culprit.last_operation is not None:
+        at = f" at {culprit.last_site}" if culprit.last_site else ""
+        lines.append(f"  its last known operation: {culprit.last_operation}{at}")
+    return lines
+
+
+def _print_pending(pending: PendingOperation) -> None:
+    number = "" if pending.seq is None else f" #{pending.seq}"
+    waited = f", for at least {pending.waited_ns / 1e9:.3f} s" if pending.waited_ns else ""
+    late = ", timed out" if pending.timed_out else ""
+    _say(f"  pending:   {pending.operation}{number}{waited}{late}")
+    parts: list[tuple[str, Sequence[int]]] = [
+        ("absent", pending.absent),
+        ("different", pending.different),
+        ("scheduled", pending.scheduled),
+        ("started", pending.started),
+        ("completed", pending.completed),
+        ("no dump", pending.no_dump),
+    ]
+    for what, ranks in parts:
+        if ranks:
+            _say(f"  {what + ':':<10} ranks {format_ranks(ranks)}")
+    for text, ranks in _by_text(pending.differences or {})[:MOST_LINES]:
+        _say(f"    {text}: ranks {format_ranks(ranks)}")
+    for site, ranks in _by_text(pending.sites or {})[:MOST_LINES]:
+        _say(f"    at {site}: ranks {format_ranks(ranks)}")
+
+
+def _by_text(texts: dict[int, str]) -> list[tuple[str, list[int]]]:
+    """Ranks with the same text together; most ranks first."""
+    found: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        found.setdefault(text, []).append(rank)
+    return sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))

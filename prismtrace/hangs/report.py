@@ -1,0 +1,139 @@
+"""What `find_hang` tells."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from prismtrace.ranks import format_ranks
+
+__all__ = ["Culprit", "GroupProgress", "HangReport", "PendingOperation", "Reason", "Verdict"]
+
+
+class Verdict(StrEnum):
+    """What the dumps show."""
+
+    NO_HANG = "no-hang"
+    """Every operation that was enqueued has ended."""
+    HANG = "hang"
+    """Some ranks are waited for."""
+    STALLED = "stalled"
+    """Operations that all members have enqueued, and equally, do not end."""
+
+
+class Reason(StrEnum):
+    """Why a rank is held to be at fault."""
+
+    NOT_ENQUEUED = "not-enqueued"
+    """Others wait in an operation that it has not enqueued, while it waits for nobody."""
+    DIFFERENT_OPERATION = "different-operation"
+    """It enqueued another operation than the others: kind, element type or size."""
+    NO_DUMP = "no-dump"
+    """Others wait for it and it left no dump: it may have ended."""
+    NOT_STARTED = "not-started"
+    """It enqueued the operation, but its GPU is busy with something before it."""
+    NOT_COMPLETED = "not-completed"
+    """The operation has ended on other ranks, not on this one."""
+    DEADLOCK = "deadlock"
+    """It waits for ranks that wait for it."""
+
+
+@dataclass(frozen=True)
+class PendingOperation:
+    """An operation that has not ended on every rank; ranks are global ranks."""
+
+    group: str
+    seq: int | None
+    """Its number in the group, as the recorder of a member counts."""
+    operation: str
+    """E.g. ``all_reduce of float32, 4096 bytes``."""
+    absent: tuple[int, ...] = ()
+    """Members that have not enqueued it."""
+    different: tuple[int, ...] = ()
+    """Members that enqueued something else in its place."""
+    scheduled: tuple[int, ...] = ()
+    started: tuple[int, ...] = ()
+    completed: tuple[int, ...] = ()
+    no_dump: tuple[int, ...] = ()
+    """Members of which there is no dump."""
+    timed_out: bool = False
+    """A rank has given it up."""
+    waited_ns: int = 0
+    """From when the first member enqueued it to the last time in any dump."""
+    sites: dict[int, str] | None = None
+    """Rank -> where its program called it."""
+    differences: dict[int, str] | None = None
+    """Rank -> what it enqueued, where members differ."""
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Ranks that are in it and have not come out."""
+        return tuple(sorted({*self.scheduled, *self.started}))
+
+
+@dataclass(frozen=True)
+class GroupProgress:
+    """How far a process group has come, in numbers of its collectives."""
+
+    name: str
+    desc: str
+    ranks: tuple[int, ...]
+    enqueued_by_all: int | None
+    """Last collective that every dumped member has enqueued; null: none within the buffers."""
+    completed_by_all: int | None
+    pending: PendingOperation | None
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A rank for which others wait."""
+
+    rank: int
+    reason: Reason
+    group: str
+    seq: int | None
+    operation: str
+    waited_for_by: tuple[int, ...]
+    """Ranks that cannot go on without it, directly or through others."""
+    last_site: str | None
+    """Where its program made its last call of a communication, where frames were recorded."""
+    last_operation: str | None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class HangReport:
+    """Who hangs, in what, and who is waited for."""
+
+    verdict: Verdict
+    culprits: tuple[Culprit, ...]
+    """Those for which most ranks wait come first."""
+    world_size: int
+    ranks: tuple[int, ...]
+    """Ranks with a dump."""
+    missing_ranks: tuple[int, ...]
+    groups: tuple[GroupProgress, ...]
+    p2p: tuple[PendingOperation, ...]
+    """Sends and receives that have not ended."""
+    notes: tuple[str, ...]
+    """What limits the answer."""
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in words."""
+        if self.verdict is Verdict.NO_HANG:
+            return "no hang: every operation in the dumps has ended"
+        if self.verdict is Verdict.STALLED:
+            return (
+                "stalled: what everything waits for was enqueued alike by all its members and does "
+                "not end (the network, or still in flight when the buffers were dumped)"
+            )
+        ranks = sorted({culprit.rank for culprit in self.culprits})
+        names = ("rank " if len(ranks) == 1 else "ranks ") + format_ranks(ranks)
+        reasons = sorted({culprit.reason.value for culprit in self.culprits})
+        return f"hang: {names} ({', '.join(reasons)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as ``--json`` prints them."""
+        return {**asdict(self), "sentence": self.sentence}
