@@ -1,4 +1,4 @@
-"""The command `prismtrace`: convert, look at, check and export traces.
+"""The command `prismtrace`: convert, look at, check, cut and export traces.
 
 Nothing heavy is imported before a command needs it.
 """
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from prismtrace import console
+from prismtrace.arguments import JsonFlag, TraceArgument, chosen_ranks, wrong_usage
+from prismtrace.commands_tables import concat, diff, query, slice_out
 
 if TYPE_CHECKING:
     from prismtrace.trace import Trace
@@ -24,16 +26,6 @@ __all__ = ["app", "main"]
 app = console.new_app(
     "Turn profiler traces of a distributed training job into one typed trace, and look at it."
 )
-
-TraceArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="TRACE...",
-        help="Trace file, folder of files, or pattern in quotes.",
-        show_default=False,
-    ),
-]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 class Grain(StrEnum):
@@ -198,7 +190,7 @@ def convert(
 
     files = expand_inputs(inputs)
     ranks = _ranks_of_files(rank or [], [str(file) for file in files])
-    with _wrong_usage("--rank"):
+    with wrong_usage("--rank"):
         given_ranks(files, ranks)
     _check_options(comm_kernel or [], step_from, keep_arg or [], grain)
     size = sum(file.stat().st_size for file in files)
@@ -278,29 +270,17 @@ def _check_options(
     from prismtrace.converters.kineto.events import check_keep_args
     from prismtrace.converters.kineto.names import CommPatterns
 
-    with _wrong_usage("--comm-kernel"):
+    with wrong_usage("--comm-kernel"):
         CommPatterns.parse(comm_kernels)
-    with _wrong_usage("--step-from"):
+    with wrong_usage("--step-from"):
         step_pattern(step_from)
-    with _wrong_usage("--keep-arg"):
+    with wrong_usage("--keep-arg"):
         check_keep_args(keep_args)
     twice = [name for name in keep_args if keep_args.count(name) > 1]
     if twice:
         raise typer.BadParameter(f"{twice[0]!r} is given twice", param_hint="--keep-arg")
     if keep_args and grain is not Grain.KERNEL:
         raise typer.BadParameter("goes with --grain kernel only", param_hint="--keep-arg")
-
-
-@contextmanager
-def _wrong_usage(flag: str) -> Iterator[None]:
-    """What is wrong about an option's value is told like every wrong usage."""
-    from prismtrace.errors import TraceError
-
-    try:
-        yield
-    except TraceError as error:
-        hint = f"; {error.hint}" if error.hint else ""
-        raise typer.BadParameter(error.message + hint, param_hint=flag) from error
 
 
 # --- info -----------------------------------------------------------------------------
@@ -400,7 +380,7 @@ def hang(
 
     files = dump_files(inputs)
     ranks = _ranks_of_files(rank or [], [str(file) for file in files])
-    with _wrong_usage("--rank"):
+    with wrong_usage("--rank"):
         given_ranks(files, ranks)
     size = sum(file.stat().st_size for file in files)
     with console.progress("reading", total=size, unit="bytes") as bar:
@@ -473,31 +453,19 @@ def export(
 
     opened = _open(trace)
     if ranks is not None:
-        opened = opened.ranks(_chosen_ranks(ranks, opened))
+        opened = opened.ranks(chosen_ranks(ranks, opened))
     rows = opened.nodes.select(pl.len()).collect().item()
     with console.progress(f"exporting to {to.value}", total=rows) as bar:
         export_trace(opened, output, to=to.value, advance=bar.advance)
     console.announce_output(output)
 
 
-def _chosen_ranks(text: str, trace: Trace) -> tuple[int, ...]:
-    from prismtrace.errors import RankError
-    from prismtrace.ranks import format_ranks, parse_ranks
+# --- diff, query, slice-out, concat ---------------------------------------------------
 
-    try:
-        chosen = parse_ranks(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--ranks") from error
-    if not chosen:
-        raise typer.BadParameter("names no rank", param_hint="--ranks")
-    absent = sorted(set(chosen) - set(trace.header.ranks))
-    if absent:
-        raise RankError(
-            f"ranks {format_ranks(absent)} are not in the trace",
-            where=", ".join(map(str, trace.paths)) or None,
-            hint=f"it has ranks {format_ranks(trace.header.ranks)}",
-        )
-    return chosen
+app.command()(diff)
+app.command()(query)
+app.command("slice-out")(slice_out)
+app.command()(concat)
 
 
 def main() -> NoReturn:

@@ -11,6 +11,8 @@
     │   ├── StepError              the requested steps are not in the trace
     │   ├── FormatVersionError     written by an incompatible version
     │   ├── ValidationError        rows or header break a rule of the format
+    │   ├── QueryError             a query is not valid SQL, or asks for what is not there
+    │   ├── JoinError              traces are not pieces of one job, or do not fit together
     │   └── OutputError            the result cannot be written
     ├── prismcalib.errors.CalibError
     └── prismreplay.errors.ReplayError
@@ -28,9 +30,11 @@ __all__ = [
     "FormatVersionError",
     "GroupError",
     "InputFileError",
+    "JoinError",
     "MixedRanksError",
     "OutputError",
     "PrismError",
+    "QueryError",
     "RankError",
     "SourceFormatError",
     "StepError",
@@ -126,6 +130,18 @@ class ValidationError(TraceError):
     """Rows or header of a trace break a rule of the format."""
 
     code = "invalid-trace"
+
+
+class QueryError(TraceError):
+    """A query about a trace is not valid SQL, or asks for what is not there."""
+
+    code = "query"
+
+
+class JoinError(TraceError):
+    """Traces are not pieces of one job, or do not fit together."""
+
+    code = "not-joinable"
 
 
 class OutputError(TraceError):

@@ -1,0 +1,69 @@
+"""Arguments that several commands of `prismtrace` take, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from prismtrace.trace import Trace
+
+__all__ = ["JsonFlag", "TraceArgument", "chosen_numbers", "chosen_ranks", "wrong_usage"]
+
+TraceArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="TRACE...",
+        help="Trace file, folder of files, or pattern in quotes.",
+        show_default=False,
+    ),
+]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def chosen_ranks(text: str, trace: Trace) -> tuple[int, ...]:
+    """The ranks that `--ranks` names; wrong usage if it names none.
+
+    Raises:
+        RankError: the trace does not have one of them.
+    """
+    from prismtrace.errors import RankError
+    from prismtrace.ranks import format_ranks
+
+    chosen = chosen_numbers(text, "--ranks", "rank")
+    absent = sorted(set(chosen) - set(trace.header.ranks))
+    if absent:
+        raise RankError(
+            f"ranks {format_ranks(absent)} are not in the trace",
+            where=", ".join(map(str, trace.paths)) or None,
+            hint=f"it has ranks {format_ranks(trace.header.ranks)}",
+        )
+    return chosen
+
+
+def chosen_numbers(text: str, flag: str, what: str) -> tuple[int, ...]:
+    """Numbers as in `0-7` or `0,8,16`; wrong usage if there is none."""
+    from prismtrace.ranks import parse_ranks
+
+    try:
+        chosen = parse_ranks(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=flag) from error
+    if not chosen:
+        raise typer.BadParameter(f"names no {what}", param_hint=flag)
+    return chosen
+
+
+@contextmanager
+def wrong_usage(flag: str) -> Iterator[None]:
+    """What is wrong about an option's value is told like every wrong usage."""
+    from prismtrace.errors import TraceError
+
+    try:
+        yield
+    except TraceError as error:
+        hint = f"; {error.hint}" if error.hint else ""
+        raise typer.BadParameter(error.message + hint, param_hint=flag) from error
