@@ -314,12 +314,14 @@ def _gathered(
                 members.setdefault(group.name, {})[rank] = group
     ranks_of: dict[str, Ranks] = {}
     for name, group_of in members.items():
-        places = {group.position: rank for rank, group in group_of.items()}
+        places = {
+            group.position: rank for rank, group in group_of.items() if group.position is not None
+        }
         size = max((group.size or 0 for group in group_of.values()), default=0)
         if len(group_of) != size if size else len(listed) < world_size:
             continue  # not all of its members were recorded, or nobody knows
-        if None not in places and sorted(places) == list(range(len(group_of))):
-            ranks_of[name] = tuple(places[place] for place in sorted(places, key=int))
+        if sorted(places) == list(range(len(group_of))):
+            ranks_of[name] = tuple(places[place] for place in sorted(places))
         else:
             counts["group-of-communicator-users"] += 1
             ranks_of[name] = tuple(sorted(group_of))

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
-from prismtrace.converters.rank_trace import RankOptions, RankTrace
-from prismtrace.converters.sniff import SourceFormat, unsupported
+from prismtrace.converters.kineto.annotate import annotate
+from prismtrace.converters.kineto.names import CommPatterns
+from prismtrace.converters.kineto.rank import gpu_issued, refuse_losses, write_rank
+from prismtrace.converters.nsys.database import open_database
+from prismtrace.converters.nsys.events import ProcessProfile, read_processes
+from prismtrace.converters.nsys.placement import place_processes, world_size
+from prismtrace.converters.nsys.session import Session, read_session
+from prismtrace.converters.rank_trace import RankFacts, RankOptions, RankTrace
 
 __all__ = ["convert_processes"]
 
@@ -13,6 +21,61 @@ __all__ = ["convert_processes"]
 def convert_processes(
     path: Path, stem: Path, options: RankOptions, given_rank: int | None = None
 ) -> tuple[RankTrace, ...]:
-    """Not there yet."""
-    _ = stem, options, given_rank
-    raise unsupported(path, SourceFormat.NSYS_SQLITE)
+    """Read an export and write the nodes of each process that ran kernels.
+
+    Args:
+        path: the SQLite file, gzipped or not.
+        stem: what the names of the Parquet files begin with.
+        options: how to read.
+        given_rank: rank of its only or first process.
+
+    Raises:
+        TraceError: the file cannot be read or used; see the subclasses.
+    """
+    counts: Counter[str] = Counter()
+    patterns = CommPatterns.parse(options.comm_kernels)
+    scratch = stem.with_name(f"{stem.name}-unpacked.sqlite")
+    with open_database(path, scratch, counts, recover=options.recover) as database:
+        session = read_session(database, counts)
+        found = read_processes(
+            database, path, session.epoch_ns, options.keep_args, patterns, counts
+        )
+    pids = [process.pid for process in found]
+    rank_of = place_processes(path, pids, session, options, given_rank, counts)
+    size = world_size(pids, session)
+    traces: list[RankTrace] = []
+    for process in found:
+        if process.pid not in rank_of:
+            continue
+        # What was counted in the file as a whole is told once.
+        own = counts if not traces else Counter[str]()
+        rank = rank_of[process.pid]
+        target = stem.with_name(f"{stem.name}-{process.pid}.parquet")
+        traces.append(_convert(process, rank, size, session, target, options, own))
+    return tuple(traces)
+
+
+def _convert(
+    process: ProcessProfile,
+    rank: int,
+    size: int | None,
+    session: Session,
+    target: Path,
+    options: RankOptions,
+    of_file: Counter[str],
+) -> RankTrace:
+    counts = Counter(process.profile.counts) + of_file
+    profile = replace(process.profile, counts=dict(counts))
+    refuse_losses(profile, options)
+    ops = gpu_issued(profile, options, counts)
+    annotate(ops, profile, options.step_from, counts)
+    facts = RankFacts(
+        rank=rank,
+        world_size=size,
+        host=session.host,
+        # Each session measures for itself how its times relate to the wall clock.
+        clock=f"{session.host} {profile.path.name}",
+        groups=process.groups,
+        source="nsys",
+    )
+    return write_rank(profile, ops, facts, target, options, counts)
