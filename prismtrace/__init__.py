@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prismtrace.assembling import AssembleReport, assemble
     from prismtrace.converters import ConvertReport, convert
+    from prismtrace.cutting import SliceOutReport, slice_out
+    from prismtrace.differences import Difference, diff
     from prismtrace.errors import PrismError, TraceError
+    from prismtrace.joining import ConcatReport, concat
+    from prismtrace.querying import query
     from prismtrace.recorder import SpanWriter
     from prismtrace.schema import (
         ClockDomain,
@@ -41,8 +45,10 @@ if TYPE_CHECKING:
 __all__ = [
     "AssembleReport",
     "ClockDomain",
+    "ConcatReport",
     "ConvertReport",
     "DType",
+    "Difference",
     "Edge",
     "EdgeKind",
     "Kind",
@@ -52,6 +58,7 @@ __all__ = [
     "ProcessGroup",
     "ReduceOp",
     "SliceInfo",
+    "SliceOutReport",
     "SpanWriter",
     "Trace",
     "TraceError",
@@ -60,8 +67,12 @@ __all__ = [
     "TransferSource",
     "Violation",
     "assemble",
+    "concat",
     "convert",
+    "diff",
     "open",
+    "query",
+    "slice_out",
     "validate",
     "write",
 ]
@@ -71,6 +82,13 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "assemble": ("prismtrace.assembling", "assemble"),
     "AssembleReport": ("prismtrace.assembling", "AssembleReport"),
+    "concat": ("prismtrace.joining", "concat"),
+    "ConcatReport": ("prismtrace.joining", "ConcatReport"),
+    "diff": ("prismtrace.differences", "diff"),
+    "Difference": ("prismtrace.differences", "Difference"),
+    "query": ("prismtrace.querying", "query"),
+    "slice_out": ("prismtrace.cutting", "slice_out"),
+    "SliceOutReport": ("prismtrace.cutting", "SliceOutReport"),
     "SpanWriter": ("prismtrace.recorder", "SpanWriter"),
     "convert": ("prismtrace.converters", "convert"),
     "ConvertReport": ("prismtrace.converters", "ConvertReport"),

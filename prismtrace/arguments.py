@@ -30,17 +30,10 @@ def chosen_ranks(text: str, trace: Trace) -> tuple[int, ...]:
     Raises:
         RankError: the trace does not have one of them.
     """
-    from prismtrace.errors import RankError
-    from prismtrace.ranks import format_ranks
+    from prismtrace.headers import require_ranks
 
     chosen = chosen_numbers(text, "--ranks", "rank")
-    absent = sorted(set(chosen) - set(trace.header.ranks))
-    if absent:
-        raise RankError(
-            f"ranks {format_ranks(absent)} are not in the trace",
-            where=", ".join(map(str, trace.paths)) or None,
-            hint=f"it has ranks {format_ranks(trace.header.ranks)}",
-        )
+    require_ranks(trace.header, chosen, ", ".join(map(str, trace.paths)) or None)
     return chosen
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prismtrace import console
-from prismtrace.arguments import JsonFlag, TraceArgument, chosen_numbers, chosen_ranks, wrong_usage
+from prismtrace.arguments import JsonFlag, TraceArgument, chosen_numbers, wrong_usage
 
 if TYPE_CHECKING:
     from prismtrace.differences import ClassDifference, Difference
@@ -251,7 +251,7 @@ def slice_out(
         report = cut(
             opened,
             output,
-            ranks=None if ranks is None else chosen_ranks(ranks, opened),
+            ranks=None if ranks is None else chosen_numbers(ranks, "--ranks", "rank"),
             steps=None if steps is None else chosen_numbers(steps, "--steps", "step"),
             window_ns=None if window is None else _window(window),
             progress=bar.advance,

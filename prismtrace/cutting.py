@@ -10,7 +10,8 @@ import polars as pl
 
 from prismtrace.blocks import INSTANCE_KEY, instance_blocks, rank_blocks
 from prismtrace.converters.parts import disk_errors, workspace
-from prismtrace.errors import RankError, StepError, TraceError
+from prismtrace.errors import StepError, TraceError
+from prismtrace.headers import require_ranks
 from prismtrace.output import refuse_inputs
 from prismtrace.ranks import format_ranks
 from prismtrace.reading import reading
@@ -130,13 +131,7 @@ def _chosen(
     where: str | None,
 ) -> tuple[int, ...]:
     """Ranks to keep, ascending; those and the steps have to be there."""
-    absent = sorted(set(ranks or ()) - set(header.ranks))
-    if absent:
-        raise RankError(
-            f"ranks {format_ranks(absent)} are not in the trace",
-            where=where,
-            hint=f"it has ranks {format_ranks(header.ranks)}",
-        )
+    require_ranks(header, ranks or (), where)
     lacking = sorted(set(steps or ()) - set(header.steps))
     if lacking:
         has = f"steps {format_ranks(header.steps)}" if header.steps else "no steps marked"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import polars as pl
@@ -14,13 +14,22 @@ from pydantic import ValidationError as PydanticError
 from prismtrace.errors import (
     FormatVersionError,
     InputFileError,
+    RankError,
     SourceFormatError,
     ValidationError,
 )
 from prismtrace.input_files import files_of, is_text, require_readable, unreadable
+from prismtrace.ranks import format_ranks
 from prismtrace.schema import FORMAT_VERSION, TraceHeader
 
-__all__ = ["METADATA_KEY", "PathLike", "read_header", "read_headers", "trace_files"]
+__all__ = [
+    "METADATA_KEY",
+    "PathLike",
+    "read_header",
+    "read_headers",
+    "require_ranks",
+    "trace_files",
+]
 
 METADATA_KEY = "prismtrace"
 """Key of the header in the Parquet file metadata."""
@@ -82,6 +91,21 @@ def read_headers(paths: Sequence[PathLike]) -> list[TraceHeader]:
         if not shared and len(headers) == 1:
             shared = _groups_text(text)
     return headers
+
+
+def require_ranks(header: TraceHeader, ranks: Iterable[int], where: str | None) -> None:
+    """Refuse ranks that a trace does not have.
+
+    Raises:
+        RankError: names them.
+    """
+    absent = sorted(set(ranks) - set(header.ranks))
+    if absent:
+        raise RankError(
+            f"ranks {format_ranks(absent)} are not in the trace",
+            where=where,
+            hint=f"it has ranks {format_ranks(header.ranks)}",
+        )
 
 
 _NO_GROUPS = '"groups":[]'
