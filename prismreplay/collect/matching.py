@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from prismreplay.errors import MismatchError
 from prismreplay.runtime.operations import Call, Group, Op, TensorSpec
 from prismtrace.ranks import format_ranks
+from prismtrace.schema import DType
 
-__all__ = ["Instance", "Matcher", "Request"]
+__all__ = ["Form", "Instance", "Matcher", "Request", "form_of", "require_same_form"]
 
 _P2P = (Call.SEND, Call.RECV)
 _REDUCING = (
@@ -227,11 +228,47 @@ def _compare(new: Request, old: Request) -> None:
     for what, of in _AGREE:
         mine, others = of(new.op), of(old.op)
         if mine != others:
-            raise _mismatch(what, new, old, mine, others)
+            raise _between(what, new, old, mine, others)
     check = _PAIRWISE.get(new.op.call)
     if check is not None:
         for giver, taker in ((new, old), (old, new)):
             check(giver, taker)
+
+
+class Form(NamedTuple):
+    """What all members of a collective have alike, in the order of `_AGREE`, and who said so."""
+
+    alike: tuple[object, ...]
+    site: str
+
+
+def form_of(op: Op) -> Form:
+    """What other members of this collective must have, too, also where they are made to differ.
+
+    Not so sizes that depend on what a rank was given: of lists that may be uneven, and of
+    objects, which travel as bytes.
+    """
+    uneven = op.call is Call.REDUCE_SCATTER or DType.UINT8 in (op.dtype, *_dtypes(op))
+    alike = tuple(None if uneven and of is _sizes else of(op) for _, of in _AGREE)
+    return Form(alike, op.site)
+
+
+def require_same_form(rank: int, op: Op, other: int, form: Form) -> None:
+    """Two members of a collective that are answered one by one make the same one.
+
+    Args:
+        rank: who made `op`.
+        op: a collective.
+        other: another member.
+        form: what it made, see `form_of`.
+
+    Raises:
+        MismatchError: they differ.
+    """
+    mine = form_of(op)
+    for (what, _), ours, others in zip(_AGREE, mine.alike, form.alike, strict=True):
+        if ours != others:
+            raise _mismatch(what, op, (rank, ours, op.site), (other, others, form.site))
 
 
 def _root(op: Op) -> int | None:
@@ -260,6 +297,10 @@ def _sizes(op: Op) -> tuple[int, ...] | None:
     return None if alike is None else tuple(spec.elements for spec in alike)
 
 
+def _dtypes(op: Op) -> set[DType]:
+    return {spec.dtype for spec in (*op.inputs, *op.outputs)}
+
+
 def _types(op: Op) -> tuple[str, ...] | None:
     if op.call in (Call.ALL_TO_ALL, Call.ALL_TO_ALL_SINGLE, Call.ALL_GATHER):
         specs: tuple[TensorSpec, ...] = (*op.inputs[:1], *op.outputs[:1])
@@ -284,7 +325,7 @@ def _check_gathered(giver: Request, taker: Request) -> None:
     given = [spec.elements for spec in giver.op.inputs]
     room = [spec.elements for spec in taker.op.outputs[place::size]]
     if given != room:
-        raise _mismatch("number of elements", giver, taker, tuple(given), tuple(room))
+        raise _between("number of elements", giver, taker, tuple(given), tuple(room))
 
 
 def _check_exchanged(giver: Request, taker: Request) -> None:
@@ -293,7 +334,7 @@ def _check_exchanged(giver: Request, taker: Request) -> None:
     sent = _elements_for(giver.op.inputs, giver.op.input_splits, ranks, taker.rank)
     expected = _elements_for(taker.op.outputs, taker.op.output_splits, ranks, giver.rank)
     if sent != expected:
-        raise _mismatch("elements sent and expected", giver, taker, sent, expected)
+        raise _between("elements sent and expected", giver, taker, sent, expected)
 
 
 def _elements_for(
@@ -318,24 +359,29 @@ _PAIRWISE = {
 def _compare_pair(send: Request, receive: Request) -> None:
     sent, room = send.op.inputs[0], receive.op.outputs[0]
     if sent.dtype is not room.dtype:
-        raise _mismatch("element type", receive, send, room.dtype.value, sent.dtype.value)
+        raise _between("element type", receive, send, room.dtype.value, sent.dtype.value)
     if sent.elements != room.elements:
-        raise _mismatch("number of elements", receive, send, room.elements, sent.elements)
+        raise _between("number of elements", receive, send, room.elements, sent.elements)
 
 
-def _mismatch(what: str, new: Request, old: Request, mine: object, others: object) -> MismatchError:
-    mine_text, others_text = _text(mine), _text(others)
-    op = new.op
+def _mismatch(
+    what: str, op: Op, mine: tuple[int, object, str], others: tuple[int, object, str]
+) -> MismatchError:
+    """Two ranks, with what each of them says and its line."""
+    (rank, ours, site), (other, theirs, other_site) = mine, others
     name = f"group {op.group.name!r}" + (f" ({op.group.desc})" if op.group.desc else "")
     number = "" if op.seq is None else f", operation {op.count}"
     call = "" if what == "operation" else f" of {op.call.value}"
     return MismatchError(
-        f"ranks {new.rank} and {old.rank} disagree on the {what}{call}: "
-        f"{mine_text} on rank {new.rank}{_at(new.op.site)}, "
-        f"{others_text} on rank {old.rank}{_at(old.op.site)}",
+        f"ranks {rank} and {other} disagree on the {what}{call}: "
+        f"{_text(ours)} on rank {rank}{_at(site)}, {_text(theirs)} on rank {other}{_at(other_site)}",
         where=f"{name}{number}",
         hint="all members of a group must make the same communications in the same order",
     )
+
+
+def _between(what: str, new: Request, old: Request, mine: object, others: object) -> MismatchError:
+    return _mismatch(what, new.op, (new.rank, mine, new.op.site), (old.rank, others, old.op.site))
 
 
 def _at(site: str) -> str:

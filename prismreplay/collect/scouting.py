@@ -1,8 +1,10 @@
 """Which process groups a program makes, found out by running its rank 0 alone for a moment.
 
 Every rank makes every group, also those that it is not a member of. Rank 0 runs until it
-communicates in a group other than the world's, sends or receives, or starts a backward pass;
-what it communicates before leaves its tensors as they are.
+communicates in a group other than the world's, sends or receives, or starts a backward pass.
+What it communicates before gives what it would if all ranks contributed what rank 0 does: its
+tensors hold sensible numbers, as programs look at them (DistributedDataParallel compares the
+shapes of parameters).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from prismreplay.collect.serving import Service
 from prismreplay.errors import DeadlockError
 from prismreplay.runtime.operations import Call, Group, Op
 from prismreplay.tensors.folding import KnownGroup
+from prismreplay.tensors.producing import own_share
 
 __all__ = ["scout"]
 
@@ -47,7 +50,7 @@ def scout(job: Job, folder: Path) -> tuple[KnownGroup, ...]:
     logs.prepare()
     observing = replace(job, observe=functools.partial(_observe, found))
     streams, _ = logs.open(0)
-    coordinator = Coordinator([0], 1, Executor(job.place, _LeaveAsIs()))
+    coordinator = Coordinator([0], 1, Executor(job.place, _AllAlike()))
     service = Service(coordinator, [start_rank(observing, 0, streams, [])], logs)
     try:
         # It waits for another rank: so it knows all groups that it can know alone.
@@ -58,12 +61,14 @@ def scout(job: Job, folder: Path) -> tuple[KnownGroup, ...]:
     return _read(found)
 
 
-class _LeaveAsIs:
-    """A supplier that gives nothing; see `prismreplay.collect.supplying.Supplier`."""
+class _AllAlike:
+    """A supplier that takes all ranks to be alike; see `prismreplay.collect.supplying.Supplier`."""
 
-    def supply(self, rank: int, op: Op, inputs: Sequence[Any]) -> list[None]:  # noqa: ARG002
-        """Leave the rank's tensors as they are."""
-        return [None] * len(op.outputs)
+    def supply(self, rank: int, op: Op, inputs: Sequence[Any]) -> Sequence[Any]:
+        """The rank's own contribution for everybody's; where it has none, its tensors stay."""
+        if op.outputs and not inputs:
+            return [None] * len(op.outputs)
+        return own_share(rank, op, inputs)
 
 
 def _read(path: Path) -> tuple[KnownGroup, ...]:

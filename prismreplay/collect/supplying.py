@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
+from prismreplay.collect.matching import Form, form_of, require_same_form
 from prismreplay.errors import TensorRulesError
 from prismreplay.runtime.operations import Call, Op
 
@@ -57,22 +58,26 @@ class FirstOf:
 class AllOrNone:
     """Passes answers on as long as all members of an operation get one, or none of them does.
 
-    Otherwise those without would wait for ever. It keeps one entry per operation that not all
-    members have issued.
+    Otherwise those without would wait for ever. Members that are answered one by one are compared
+    here, as partners do not meet: a true backend would hang, or mix up data. It keeps one entry
+    per operation that not all members have issued.
     """
 
     def __init__(self, supplier: Supplier, absent: Collection[int] = ()) -> None:
         """Watch over a supplier; ranks in `absent` do not run."""
         self.supplier = supplier
         self._absent = frozenset(absent)
-        # Operation -> first rank that issued it, whether it got an answer, members to come.
-        self._open: dict[tuple[object, ...], tuple[int, bool, int]] = {}
+        # Operation -> first rank that issued it, its form if it got an answer, members to come.
+        self._open: dict[tuple[object, ...], tuple[int, Form | None, int]] = {}
+        self._forms: dict[Form, Form] = {}
+        """One of each, as there are as many entries as operations when ranks run alone."""
 
     def supply(self, rank: int, op: Op, inputs: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
         """See `Supplier.supply`.
 
         Raises:
             TensorRulesError: another member got an answer and this one does not, or vice versa.
+            MismatchError: another member made another collective in its place.
         """
         answer = self.supplier.supply(rank, op, inputs)
         if op.seq is not None:
@@ -83,10 +88,11 @@ class AllOrNone:
         p2p = op.call in (Call.SEND, Call.RECV)
         ends = (rank, op.peer) if op.call is Call.SEND else (op.peer, rank)
         key = (op.group.key, op.seq, *(ends if p2p else ()))
-        first, first_supplied, left = self._open.pop(key, (rank, supplied, 0))
+        form = self._form(op) if supplied else None
+        first, first_form, left = self._open.pop(key, (rank, form, 0))
         if not left:
             left = 2 if p2p else len(set(op.group.ranks) - self._absent)
-        if first_supplied != supplied:
+        if (first_form is not None) != supplied:
             lone, other = (rank, first) if supplied else (first, rank)
             raise TensorRulesError(
                 f"rank {lone} is given the result of {op.call.value}, and rank {other} is not: "
@@ -95,5 +101,11 @@ class AllOrNone:
                 hint="make the rule fit all members of the group, or none; shapes and bytes of an "
                 "uneven operation differ by rank",
             )
+        if first_form is not None and form is not first_form and not p2p:
+            require_same_form(rank, op, first, first_form)
         if left > 1:
-            self._open[key] = (first, supplied, left - 1)
+            self._open[key] = (first, first_form, left - 1)
+
+    def _form(self, op: Op) -> Form:
+        form = form_of(op)
+        return self._forms.setdefault(form, form)

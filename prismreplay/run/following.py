@@ -16,16 +16,25 @@ from typing import NamedTuple
 
 import polars as pl
 
-from prismreplay.errors import PlanError
+from prismreplay.errors import MismatchError, PlanError
 from prismreplay.plan import OpKey
 from prismreplay.runtime.operations import Call, Op
-from prismtrace.schema import LOCAL_KINDS, ProcessGroup
+from prismtrace.schema import LOCAL_KINDS, DType, ProcessGroup
 from prismtrace.spool import TAG
 from prismtrace.trace import Trace
 
 __all__ = ["GraphFollower", "Placed", "followers_of"]
 
 _AFTER = -1
+_UNEVEN = (
+    Call.ALL_GATHER,
+    Call.REDUCE_SCATTER,
+    Call.ALL_TO_ALL,
+    Call.ALL_TO_ALL_SINGLE,
+    Call.SEND,
+    Call.RECV,
+)
+"""Calls whose sizes need not be the same on all members, or in every run."""
 
 
 class _Node(NamedTuple):
@@ -107,7 +116,8 @@ class GraphFollower:
     Attributes:
         rank: global rank.
         repeated: operations of steps that the graph does not have.
-        resized: operations that carried another number of bytes than in the graph.
+        resized: operations that carried another number of bytes than in the graph, where that
+            may be so: uneven lists, objects, messages, and steps that the graph does not have.
     """
 
     rank: int
@@ -123,6 +133,7 @@ class GraphFollower:
 
         Raises:
             PlanError: the graph has another one there, or none.
+            MismatchError: the graph has a collective there that carries other sizes.
         """
         group = self.groups.get((op.group.ranks, op.group.label))
         if group is None:
@@ -140,7 +151,10 @@ class GraphFollower:
             raise self._unlike(op, has)
         exact = [one for one in fitting if nodes[one[0]].bytes == op.payload_bytes]
         number, round_ = (exact or fitting)[0]
-        self.resized += not exact
+        if not exact:
+            if round_ <= 0 and not _may_vary(op):
+                raise self._other_size(op, nodes[number].bytes)
+            self.resized += 1
         placed = self._placed(group, nodes[number], max(0, round_), op)
         again = next((one for one in fitting if one[1] > 0), None)
         if round_ == _AFTER and again is not None:
@@ -197,6 +211,28 @@ class GraphFollower:
             hint="the program does something else than when its graph was made; collect it again "
             "with the same arguments",
         )
+
+    def _other_size(self, op: Op, has: int) -> MismatchError:
+        number = "" if op.seq is None else f", operation {op.count}"
+        other = next((one for one in op.group.ranks if one != self.rank), self.rank)
+        at = f" at {op.site}" if op.site else ""
+        return MismatchError(
+            f"ranks {self.rank} and {other} disagree on the size of {op.call.value}: "
+            f"{op.payload_bytes:,} bytes on rank {self.rank}{at}, {has:,} bytes on rank {other} in "
+            "the graph",
+            where=f"group {op.group.desc or op.group.name!r}{number}",
+            hint="a true backend would hang here, or mix up data; if all ranks are to do so now, "
+            "collect the graph again with the same arguments",
+        )
+
+
+def _may_vary(op: Op) -> bool:
+    """Whether the graph's number of bytes says nothing about this run's.
+
+    Members of lists may be uneven, objects travel as bytes, and of a message the partner was told
+    its size before.
+    """
+    return op.call in _UNEVEN or op.dtype is DType.UINT8
 
 
 def _fits(node: _Node, op: Op) -> bool:

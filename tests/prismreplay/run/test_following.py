@@ -7,10 +7,11 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
-from prismreplay.errors import PlanError
+from prismreplay.errors import MismatchError, PlanError
 from prismreplay.plan import OpKey
 from prismreplay.run.following import followers_of
 from prismreplay.runtime.operations import Call
+from prismtrace.schema import DType
 from prismtrace.trace import open_trace
 from tests.prismreplay.run.jobs import job, operation, program
 from tests.prismreplay.slicing.jobs import bare_graph
@@ -102,10 +103,32 @@ def test_another_group_is_refused(trace):
         follower.place(op)
 
 
-def test_other_sizes_are_counted(trace):
+def test_a_collective_of_another_size_is_refused(trace):
     follower = followers_of(trace, [0])[0]
-    row, op = next(program(trace, 0))
-    follower.place(operation(trace, row, payload_bytes=op.payload_bytes + 1))
+    row, op = next((row, op) for row, op in program(trace, 0) if row["kind"] == "all_reduce")
+    with pytest.raises(
+        MismatchError,
+        match=r"ranks 0 and \d disagree on the size of all_reduce: [\d,]+ bytes on rank 0 at "
+        r"train.py:7 in main, [\d,]+ bytes on rank \d in the graph",
+    ):
+        follower.place(operation(trace, row, payload_bytes=op.payload_bytes + 1))
+
+
+@pytest.mark.parametrize("how", ["uneven lists", "objects", "messages", "further steps"])
+def test_sizes_that_may_differ_are_counted(trace, how):
+    follower = followers_of(trace, [0])[0]
+    made = list(program(trace, 0))
+    wanted = ("send",) if how == "messages" else ("all_reduce",)
+    if how == "uneven lists":
+        wanted = ("all_to_all", "all_gather", "reduce_scatter")
+    at = [number for number, (row, _) in enumerate(made) if row["kind"] in wanted]
+    last = [number for number in at if made[number][0]["step"] == trace.header.steps[-1]]
+    first = len(made) if how == "further steps" else at[0]
+    for _, op in made[:first]:
+        follower.place(op)
+    row, op = made[last[0] if how == "further steps" else first]
+    more = {"dtype": DType.UINT8} if how == "objects" else {}
+    follower.place(operation(trace, row, payload_bytes=op.payload_bytes + 1, **more))
     assert follower.resized == 1
 
 

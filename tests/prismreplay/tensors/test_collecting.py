@@ -17,12 +17,24 @@ PROGRAM = Path(__file__).parent / "programs" / "tiny_moe.py"
 MOCK = ("--mock-router", "shares.toml")
 ALONE = ("--tensors", "builtin:independent?vocabulary=64")
 
+DDP = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+for step in range(2):
+    model(torch.randn(8, 4)).square().mean().backward()
+"""
+
 
 class Runs:
     """Runs of the program on 4 ranks, in one folder."""
 
     def __init__(self, folder, env):
-        self.folder, self._env = folder, env
+        self.folder, self.env = folder, env
         (folder / "shares.toml").write_text("imbalance = [0.5, 2.0]\n")
         (folder / "early.toml").write_text(
             'otherwise = "error"\n[[rule]]\nstep = 0\nproduce = "own"\n'
@@ -32,7 +44,7 @@ class Runs:
         return subprocess.run(
             [sys.executable, "-m", "prismreplay.cli", "collect", "--world-size", "4", "--devices", "2", "--json",
              "-o", f"{name}.parquet", *options, "--", PROGRAM, f"{name}-results", str(ep)],
-            cwd=self.folder, env=self._env, capture_output=True, text=True, check=False,
+            cwd=self.folder, env=self.env, capture_output=True, text=True, check=False,
         )  # fmt: skip
 
     def succeed(self, name, *options):
@@ -100,3 +112,20 @@ def test_what_no_rule_is_about_is_told_with_the_program_line(runs):
     assert "no rule says what all_reduce gives" in done.stderr
     assert "tiny_moe.py:66 in main" in done.stderr
     assert not runs.graph("early").exists()
+
+
+def test_plain_data_parallelism_is_folded(runs):
+    # DistributedDataParallel looks at what it gathers before there is any inner group.
+    program = runs.folder / "ddp.py"
+    program.write_text(DDP)
+    words = ("--world-size", "6", "--fold", "dp", "-o", "ddp.parquet", "--json", "--", program)
+    done = subprocess.run(
+        [sys.executable, "-m", "prismreplay.cli", "collect", "--devices", "2", *words],
+        cwd=runs.folder, env=runs.env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["folded_ranks"], report["checked_ranks"]) == (5, [5])
+    found = pt.open(runs.graph("ddp"))
+    assert found.header.ranks == (0,)
+    assert found.nodes.filter(kind="all_reduce").collect().height >= 2

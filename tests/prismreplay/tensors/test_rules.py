@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prismreplay.collect.supplying import AllOrNone, FirstOf
-from prismreplay.errors import TensorRulesError
+from prismreplay.errors import MismatchError, TensorRulesError
 from prismreplay.tensors.by_rules import RuleSupplier
 from prismreplay.tensors.rules import builtin_names, read_rules
 from tests.prismreplay.tensors.operations import op, spec
@@ -305,3 +305,33 @@ def test_what_a_rule_leaves_to_its_partners_is_performed_whatever_comes_after(tm
     rules = RuleSupplier(read_rules(tmp_path / "first.toml"), str, after=last)
     assert rules.supply(0, op("barrier", WORLD, 0), []) is None
     assert rules.supply(0, op("all_reduce", WORLD, 0, outputs=[spec(1)]), [])[0].tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("call", "odd", "what"),
+    [
+        ("all_reduce", {"size": 5}, r"number of elements of all_reduce: 5 on rank 1 at b.py:2, 4"),
+        ("all_reduce", {"dtype": "float64"}, "element type"),
+        ("barrier", {}, "operation"),
+        ("all_reduce", {"size": 5, "objects": True}, None),
+        ("reduce_scatter", {"size": 5}, None),
+    ],
+)
+def test_members_that_are_answered_one_by_one_make_the_same(tmp_path, call, odd, what):
+    rules = AllOrNone(supplier(tmp_path, "[[rule]]\nproduce = 'keep'"))
+
+    def made(rank, call, size=4, dtype="float32", objects=False):
+        one = [spec(size, dtype="uint8" if objects else dtype)]
+        inputs = [] if call == "barrier" else one * (4 if call == "reduce_scatter" else 1)
+        outputs = [] if call == "barrier" else one
+        return op(call, WORLD, rank, inputs=inputs, outputs=outputs, site="ab"[rank] + ".py:2")
+
+    objects = odd.get("objects", False)
+    first = made(0, "all_reduce" if call == "barrier" else call, objects=objects)
+    rules.supply(0, first, [torch.ones(4)] * len(first.inputs))
+    second = made(1, call, **odd)
+    if what is None:
+        rules.supply(1, second, [torch.ones(5)] * len(second.inputs))
+        return
+    with pytest.raises(MismatchError, match=f"ranks 1 and 0 disagree on the {what}"):
+        rules.supply(1, second, [torch.ones(4)] * len(second.inputs))
