@@ -264,15 +264,18 @@ def counted(number: int, noun: str) -> str:
 
 
 def announce_output(path: str | os.PathLike[str]) -> None:
-    """The last line of a command that wrote a file: where it is and how large."""
-    size = float(Path(path).stat().st_size)
+    """The last line of a command that wrote a file, or a folder: where it is and how large."""
+    target = Path(path)
+    files = list(target.iterdir()) if target.is_dir() else [target]
+    size = float(sum(file.stat().st_size for file in files))
     unit = "bytes"
     for larger in ("kB", "MB", "GB"):
         if size < 1000:
             break
         size, unit = size / 1000, larger
     digits = 0 if unit == "bytes" else 1
-    print(f"wrote {printable(os.fspath(path))} ({size:,.{digits}f} {unit})")
+    number = f"{counted(len(files), 'file')}, " if target.is_dir() else ""
+    print(f"wrote {printable(os.fspath(path))} ({number}{size:,.{digits}f} {unit})")
 
 
 def warn_of_suffix(path: str | os.PathLike[str], suffix: str = ".parquet") -> None:

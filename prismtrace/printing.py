@@ -42,6 +42,14 @@ def print_conversion(report: ConvertReport) -> None:
     print()
 
 
+def print_losses(lost: dict[str, int]) -> None:
+    """What an exported file cannot say."""
+    if lost:
+        console.table("rounded or left out", ["what", "times"], list(lost.items()))
+        print("what each of them means: docs/guides/chakra.md")
+        print()
+
+
 def print_info(info: TraceInfo) -> None:
     """Facts and tables about a trace."""
     header = info.header

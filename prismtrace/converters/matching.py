@@ -101,6 +101,7 @@ def _sequence(matcher: _Matcher, rank: int, positions: list[int]) -> OpSequence:
         comms.step,
         comms.start_ns,
         comms.end_ns,
+        comms.tag,
     )
 
 
@@ -305,8 +306,12 @@ def _match_pair(
     pair: tuple[GroupKey, int, int],
     sides: dict[Kind, tuple[int, list[int]]],
 ) -> None:
-    """Number sends and recvs between two ranks: first in, first out."""
+    """Number sends and recvs between two ranks: first in, first out, each tag for itself."""
     key, sender, receiver = pair
+    for rank, positions in sides.values():
+        tag = matcher.ranks[rank].tag
+        if tag is not None:
+            positions.sort(key=tag.__getitem__)
     sequences = {
         kind: _sequence(matcher, rank, positions) for kind, (rank, positions) in sides.items()
     }

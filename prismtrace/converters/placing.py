@@ -30,6 +30,9 @@ class RankComms:
     comms_id: Sequence[int | None]
     step: Sequence[int | None]
     host: str | None = None
+    tag: Ints | None = None
+    """Tags of messages, −1 where there is none: they arrive in the order sent, each tag for
+    itself."""
 
 
 @dataclass

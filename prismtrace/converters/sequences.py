@@ -55,6 +55,7 @@ class OpSequence:
     step: Ints
     start: Ints
     end: Ints
+    tag: Ints
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -83,6 +84,7 @@ def make_sequence(
     step: Sequence[int | None],
     start: Ints,
     end: Ints,
+    tag: Ints | None = None,
 ) -> OpSequence:
     """Gather the operations at `positions`; the other arguments cover all of the rank."""
     chosen = [comm[position] for position in positions]
@@ -102,6 +104,7 @@ def make_sequence(
         step=_codes([step[position] for position in positions]),
         start=start[index],
         end=end[index],
+        tag=np.full(len(index), _UNKNOWN, np.int64) if tag is None else tag[index],
     )
 
 
@@ -120,6 +123,7 @@ def agree(a: OpSequence, b: OpSequence, at: Ints | slice, bt: Ints | slice, *, p
         same(a.dtype[at], b.dtype[bt], _UNKNOWN)
         & same(a.nbytes[at], b.nbytes[bt], _UNKNOWN)
         & same(a.step[at], b.step[bt], _UNKNOWN)
+        & same(a.tag[at], b.tag[bt], _UNKNOWN)
     )
     if not p2p:
         result &= same(a.kind[at], b.kind[bt], _OTHER)

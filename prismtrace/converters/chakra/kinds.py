@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -11,6 +11,7 @@ import polars as pl
 from prismtrace.converters.chakra.nodes import UNKNOWN, ChakraNodes, NodeType
 from prismtrace.converters.chakra.ordering import known
 from prismtrace.converters.chakra.wire import Bools, Ints
+from prismtrace.converters.groups import NamedGroup
 from prismtrace.converters.kineto.carried import CommOp
 from prismtrace.errors import GroupError
 from prismtrace.schema import REDUCING_KINDS, ROOTED_KINDS, DType, Kind, ReduceOp
@@ -55,8 +56,22 @@ class Meaning:
     """Communications that name no group."""
 
 
-def meanings(nodes: ChakraNodes, position: Ints, counts: Counter[str], *, where: str) -> Meaning:
-    """Kinds, sizes and partners; `position` is the order of the nodes.
+def meanings(
+    nodes: ChakraNodes,
+    position: Ints,
+    groups: dict[str, NamedGroup],
+    counts: Counter[str],
+    *,
+    where: str,
+) -> Meaning:
+    """Kinds, sizes and partners.
+
+    Args:
+        nodes: what the file says.
+        position: the order of the nodes.
+        groups: those that the file lists, under the names that its nodes use.
+        counts: kinds that are not known are counted.
+        where: the file, for errors.
 
     Raises:
         GroupError: a collective spans some dimensions of a network and names no group.
@@ -68,7 +83,8 @@ def meanings(nodes: ChakraNodes, position: Ints, counts: Counter[str], *, where:
     size = known(nodes.numbers.get("comm_size"), count)[position]
     memory = known(nodes.numbers.get("tensor_size"), count)[position]
     size = np.where(is_comm, size, np.where(kind == _CODE[Kind.MEMCPY], memory, -1))
-    comm, in_world = _describe(nodes, position, kind, size, told, np.flatnonzero(is_comm), where)
+    chosen = np.flatnonzero(is_comm)
+    comm, in_world = _describe(nodes, position, kind, size, told, chosen, groups, where)
     ops = {int(at): op for at, op in zip(np.flatnonzero(is_comm), comm, strict=True)}
 
     def column(attribute: str) -> pl.Series:
@@ -132,6 +148,7 @@ def _describe(
     size: Ints,
     told: Bools,
     chosen: Ints,
+    listed: dict[str, NamedGroup],
     where: str,
 ) -> tuple[list[CommOp], int]:
     """What each communication says; equal ones are one object."""
@@ -170,7 +187,11 @@ def _describe(
         key = tuple(row)
         op = known_ops.get(key)
         if op is None:
-            op = known_ops[key] = _comm_op(*row)
+            op = _comm_op(*row)
+            if row[5] in listed and not row[-1]:
+                group = listed[row[5]]
+                op = replace(op, group_name=group.name, group_ranks=group.ranks)
+            known_ops[key] = op
         in_world += op.group_name == WORLD and row[5] is None
         found.append(op)
     return found, in_world

@@ -59,17 +59,22 @@ def _configs(text: str) -> Iterator[dict[str, Any] | None]:
     yield None
 
 
-def own_groups(text: str | None, where: str) -> Iterator[NamedGroup]:
-    """Groups as `export` lists them: ``{"1": {"ranks": "0-7", "desc": ""}}``.
+def own_groups(text: str | None, where: str) -> dict[str, NamedGroup]:
+    """Groups as `export` lists them, by the name that nodes call them:
+    ``{"1": {"name": "tp_0", "ranks": "0-7", "desc": ""}}``.
 
     Raises:
         InputFileError: it is something else.
     """
     if text is None:
-        return
+        return {}
     try:
-        for name, group in json.loads(text).items():
-            yield NamedGroup(name, str(group.get("desc", "")), parse_ranks(group["ranks"]))
+        return {
+            number: NamedGroup(
+                str(group["name"]), str(group.get("desc", "")), parse_ranks(group["ranks"])
+            )
+            for number, group in json.loads(text).items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputFileError(
             "the list of process groups in the file is broken",

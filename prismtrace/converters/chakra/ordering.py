@@ -51,9 +51,17 @@ class Order:
 
 
 def order_nodes(
-    nodes: ChakraNodes, *, where: str, counts: Counter[str], recover: bool = False
+    nodes: ChakraNodes,
+    *,
+    where: str,
+    counts: Counter[str],
+    recover: bool = False,
+    by_start: bool = True,
 ) -> Order:
-    """An order in which nothing waits for what comes later: that of the file if it is one.
+    """An order in which nothing waits for what comes later.
+
+    It is that of recorded starts where there are any, unless `by_start` is false, else that of
+    the file, as far as dependencies allow.
 
     Control dependencies count unless they are PyTorch's, where they lead to the operator that
     called this one, or contradict the data dependencies.
@@ -67,7 +75,7 @@ def order_nodes(
     counts["dropped-missing-dep"] += len(nodes.data_dep) - len(data[0])
     ctrl = places.edges(nodes.ctrl_owner, nodes.ctrl_dep)
     count = len(nodes)
-    priority = _priority(nodes)
+    priority = _priority(nodes, by_start=by_start)
     if len(ctrl[0]) and not (len(data[0]) and "rf_id" in nodes.numbers):
         counts["dropped-missing-dep"] += len(nodes.ctrl_dep) - len(ctrl[0])
         both = Edges.of(
@@ -116,11 +124,11 @@ class _Places:
         return owner[there], self._order[at[there]]
 
 
-def _priority(nodes: ChakraNodes) -> Ints:
-    """Order of nodes that do not wait for each other: by start where that is recorded."""
+def _priority(nodes: ChakraNodes, *, by_start: bool) -> Ints:
+    """Order of nodes that do not wait for each other."""
     count = len(nodes)
     place = np.arange(count)
-    if not nodes.start_us.any():
+    if not (by_start and nodes.start_us.any()):
         return place
     priority = np.empty(count, dtype=np.int64)
     priority[np.lexsort((place, nodes.start_us))] = place

@@ -31,7 +31,6 @@ from prismtrace.converters.content import read_blocks
 from prismtrace.converters.dep_lists import lists_by_owner
 from prismtrace.converters.groups import NamedGroup
 from prismtrace.converters.inputs import rank_in_name
-from prismtrace.converters.kineto.carried import CommOp
 from prismtrace.converters.parts import disk_errors
 from prismtrace.converters.placing import RankComms
 from prismtrace.converters.rank_trace import RankOptions, RankTrace
@@ -99,10 +98,13 @@ def convert_chakra(
     nodes, facts = frames.nodes, frames.metadata
     rank = _rank(path, facts, given_rank)
     own = OWN in facts
-    order = order_nodes(nodes, where=str(path), counts=counts, recover=options.recover)
+    order = order_nodes(
+        nodes, where=str(path), counts=counts, recover=options.recover, by_start=not own
+    )
     _check_times(nodes, path)
-    meaning = meanings(nodes, order.position, counts, where=str(path))
-    placed = _place(nodes, order, meaning, _stream_names(facts), counts, own=own)
+    own_named = own_groups(_text(facts, "process_groups"), str(path))
+    meaning = meanings(nodes, order.position, own_named, counts, where=str(path))
+    placed = _place(nodes, order, meaning, facts, counts)
     table = _table(nodes, order.position, meaning, placed)
     with disk_errors(nodes_path.parent.parent):
         table.write_parquet(nodes_path, compression="lz4")
@@ -112,7 +114,7 @@ def convert_chakra(
         rank=rank,
         world_size=world if isinstance(world, int) and world > 0 else None,
         host=_text(facts, "host_name"),
-        groups=_groups(nodes, facts, meaning, counts, str(path)),
+        groups=_groups(nodes, own_named, meaning, counts),
         comms=_comms(rank, nodes, order.position, meaning, placed),
         streams=tuple(table.get_column("stream").unique(maintain_order=True)),
         steps=tuple(table.get_column("step").drop_nulls().unique().sort()),
@@ -171,6 +173,12 @@ def _stream_names(facts: dict[str, int | str]) -> dict[int, str]:
         return {}
 
 
+def _base_ns(facts: dict[str, int | str]) -> int:
+    """What `export` subtracted from starts."""
+    base = facts.get("base_ns", 0)
+    return base if isinstance(base, int) and -(2**62) < base <= 0 else 0
+
+
 @dataclass(frozen=True)
 class _Placed:
     """Streams, edges and times of the nodes, in order."""
@@ -189,16 +197,15 @@ def _place(
     nodes: ChakraNodes,
     order: Order,
     meaning: Meaning,
-    names: dict[int, str],
+    facts: dict[str, int | str],
     counts: Counter[str],
-    *,
-    own: bool,
 ) -> _Placed:
     count = len(nodes)
     position = order.position
     start_us, dur_us = nodes.start_us[position], nodes.dur_us[position]
-    recorded = bool(start_us.any())
-    code, labels = _streams(nodes, position, names)
+    own = OWN in facts
+    recorded = facts.get("timed") == 1 if own else bool(start_us.any())
+    code, labels = _streams(nodes, position, _stream_names(facts))
     edges = order.edges
     if (code < 0).any():
         kind = meaning.is_comm.astype(np.int64)
@@ -221,7 +228,7 @@ def _place(
     return _Placed(
         stream=pl.Series(labels, dtype=pl.String).gather(code),
         edges=edges,
-        start_ns=start_us * _NS,
+        start_ns=start_us * _NS + _base_ns(facts),
         dur_ns=dur_us * _NS,
         recorded=recorded,
         timed=timed,
@@ -309,14 +316,10 @@ def _texts(nodes: ChakraNodes, name: str, position: Ints, allowed: frozenset[str
 
 
 def _groups(
-    nodes: ChakraNodes,
-    facts: dict[str, int | str],
-    meaning: Meaning,
-    counts: Counter[str],
-    where: str,
+    nodes: ChakraNodes, own_named: dict[str, NamedGroup], meaning: Meaning, counts: Counter[str]
 ) -> tuple[NamedGroup, ...]:
     """Groups that the file lists, and the one of all ranks if communications name none."""
-    groups = list(own_groups(_text(facts, "process_groups"), where))
+    groups = list(own_named.values())
     for text in nodes.groups:
         groups += group_configs(text, counts)
     if meaning.in_world and not any(group.name == WORLD for group in groups):
@@ -333,15 +336,16 @@ def _comms(
     nothing = np.zeros(len(index), dtype=np.int64)
     start = placed.start_ns[index] if placed.recorded else nothing
     steps = _bounded(nodes, "step", position).gather(index).to_list()
-    comm: list[CommOp] = meaning.comm
+    tags = nodes.numbers.get("comm_tag")
     return RankComms(
         rank=rank,
         index=index,
-        comm=comm,
+        comm=meaning.comm,
         start_ns=start,
         end_ns=start + (placed.dur_ns[index] if placed.recorded else 0),
         seq=[None] * len(index),
         comms_id=[None] * len(index),
         step=steps,
         host=None,
+        tag=None if tags is None else known(tags, len(nodes))[position][index],
     )
