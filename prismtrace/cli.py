@@ -55,6 +55,7 @@ class Target(StrEnum):
 
     PERFETTO = "perfetto"
     NODE_LINK = "node-link"
+    CHAKRA = "chakra"
 
 
 def _open(paths: list[str]) -> Trace:
@@ -430,13 +431,17 @@ def schema(
 def export(
     trace: TraceArgument,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="File to write.", show_default=False)
+        Path,
+        typer.Option(
+            "--output", "-o", help="File to write; chakra: a new folder.", show_default=False
+        ),
     ],
     to: Annotated[
         Target,
         typer.Option(
             help="perfetto: timeline for ui.perfetto.dev (gzipped if OUTPUT ends in .gz);"
-            " node-link: graph for networkx.node_link_graph."
+            " node-link: graph for networkx.node_link_graph; chakra: execution traces for ASTRA-sim"
+            " and Chakra's tools, one file per rank."
         ),
     ] = Target.PERFETTO,
     ranks: Annotated[
@@ -450,13 +455,15 @@ def export(
     import polars as pl
 
     from prismtrace.exporting import export as export_trace
+    from prismtrace.printing import print_losses
 
     opened = _open(trace)
     if ranks is not None:
         opened = opened.ranks(chosen_ranks(ranks, opened))
     rows = opened.nodes.select(pl.len()).collect().item()
     with console.progress(f"exporting to {to.value}", total=rows) as bar:
-        export_trace(opened, output, to=to.value, advance=bar.advance)
+        lost = export_trace(opened, output, to=to.value, advance=bar.advance)
+    print_losses(lost)
     console.announce_output(output)
 
 
