@@ -6,10 +6,11 @@
 Every shape: collect, slice and merge; then three times a true run, every rank pinned to a core of
 its own, and a run of two sandbox ranks on the same cores, while the cores of the other ranks do
 the same kind of work. What is measured is the time between the ends of the optimizer's steps on
-one and the same rank. With --assistants communication with virtual ranks costs the ranks processor
-time, as it does in a true run, in slices as in emulated runs. With --wide there are further true
-runs, in which every rank has a second core that gloo's threads can use. Shapes that are in the results folder are not repeated, so an interrupted
-benchmark goes on where it stopped.
+one and the same rank. What gloo's threads take of a rank's core is measured by comm-bench and taken in
+slices and emulated runs, too; not with --idle-communication. A true run is also recorded, so that
+phases can be compared. With --wide there are further true runs, in which every rank has a second core
+that gloo's threads can use. Shapes that are in the results folder are not repeated, so an
+interrupted benchmark goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -69,12 +70,19 @@ class Bench:
     """Runs shapes, one after another."""
 
     def __init__(
-        self, output: Path, cores: Sequence[int], transport: str, assistants: int = 0
+        self,
+        output: Path,
+        cores: Sequence[int],
+        transport: str,
+        assistants: int = 0,
+        *,
+        contends: bool = True,
     ) -> None:
         self.output = output
         self.cores = list(cores)
         self.transport = transport
         self.assistants = assistants
+        self.contends = contends
         self.work = output / "work"
         self.work.mkdir(parents=True, exist_ok=True)
 
@@ -108,14 +116,15 @@ class Bench:
             *("collect", "--world-size", str(shape.ranks), "--devices", str(len(self.cores))),
             *("--record-tensors", "all", "--show-rank", "none", "-o", str(bare), *program),
         )
+        table = self.comm_table(min(shape.ranks, len(self.cores)))
+        self.beside = ("--comm-table", str(table)) if table and self.contends else ()
         found["slice"] = self.command(
             f"{name} slice",
             *("slice", str(bare), "--sandbox-size", "2", "--devices", str(len(self.cores))),
-            *("--repeat", "2", "--assistants", str(self.assistants)),
+            *("--repeat", "2", "--assistants", str(self.assistants), *self.beside),
             *("-o", str(slices), *program),
             more={"FIDELITY_CLAIMS": str(folder / "claims")},
         )
-        table = self.comm_table(min(shape.ranks, len(self.cores)))
         found["merge"] = self.command(
             f"{name} merge",
             *("merge", str(slices), "--bare", str(bare), "-o", str(calibrated)),
@@ -162,11 +171,38 @@ class Bench:
             *("--tensors", str(folder / "bare.tensors"), "--transport", self.transport),
             *(("--assistants", str(self.assistants)) if self.assistants else ()),
             *(("--inject", inject) if inject else ()),
+            *self.beside,
             *("-o", str(folder / "run.parquet"), "--", *shape.words(TIMED_STEPS)),
         ]
         with self.busy(shape, [core for core in others if core not in spare]):
             report = self.command(f"{name} run", *words, times=times, pins=pins, cores=spare)
         return {"report": report, "seen_ns": step_times(times, shape)}
+
+    def phases(self, name: str, shape: Shape) -> dict[str, dict[str, float]]:
+        """Time of a sandbox rank by kind and phase in a typical step, in ms, truly and emulated."""
+        import polars as pl
+
+        folder = self.work / name
+        recorded = folder / "true.parquet"
+        pins = ",".join(f"{rank}:{self.cores[rank]}" for rank in range(shape.ranks))
+        words = ["record", "--nproc-per-node", str(shape.ranks), "-o", str(recorded), "--"]
+        self.command(f"{name} record", *words, *shape.words(TIMED_STEPS), pins=pins)
+        found: dict[str, dict[str, float]] = {}
+        for title, trace in (("true", recorded), ("emulated", folder / "run.parquet")):
+            times = (
+                pl.scan_parquet(trace)
+                .filter(rank=shape.sandbox[0])
+                .filter(pl.col("step") >= WARMUP)
+                .with_columns(pl.col("kind", "phase").cast(pl.String))
+                .group_by("step", "kind", "phase")
+                .agg(pl.col("dur_ns").sum() / 1e6)
+                .group_by("kind", "phase")
+                .agg(pl.col("dur_ns").median())
+                .collect()
+            )
+            for kind, phase, ms in times.iter_rows():
+                found.setdefault(f"{kind} {phase}", {})[title] = round(ms, 3)
+        return found
 
     @contextlib.contextmanager
     def busy(self, shape: Shape, cores: Sequence[int]) -> Iterator[None]:
@@ -275,7 +311,7 @@ class Bench:
         found["words"] = shape.words(TIMED_STEPS)[1:]
         found["sandbox"] = shape.sandbox
         found["calibration"] = self.calibrate(name, shape)
-        found["assistants"] = self.assistants
+        found["assistants"], found["contends"] = self.assistants, self.contends
         found["true_ns"], found["emulated"], found["true_wide_ns"] = [], [], []
         part = self.output / f"{name}.part"
         for _ in range(REPEATS):
@@ -285,6 +321,7 @@ class Bench:
                 found["true_wide_ns"].append(self.true_run(name, shape, each=2))
             part.write_text(json.dumps(found))
         part.unlink()
+        found["phases_ms"] = self.phases(name, shape)
         found["injected"] = []
         for rank in shape.inject if injected else ():
             for factor in SLOWDOWNS:
@@ -369,6 +406,13 @@ def wide_rows(found: dict[str, Any]) -> Iterator[list[str]]:
         yield [found["shape"], f"{true:.2f}", f"{wide:.2f} ({wide / true - 1:+.1%})"]
 
 
+def phase_rows(found: dict[str, Any]) -> Iterator[list[str]]:
+    """Where a sandbox rank's step goes; communication beside computation counts in both."""
+    for what, times in sorted(found.get("phases_ms", {}).items()):
+        cells = [f"{times[one]:.2f}" if one in times else "-" for one in ("true", "emulated")]
+        yield [found["shape"], what, *cells]
+
+
 def injected_rows(found: dict[str, Any]) -> Iterator[list[str]]:
     """By how much a slow virtual rank shifts the step, truly and emulated."""
     true = statistics.mean(typical(times) for times in found["true_ns"])
@@ -394,6 +438,9 @@ def tables(output: Path) -> str:
     wide = [cells for found in all_found for cells in wide_rows(found)]
     if wide:
         lines += ["", *markdown(("job", "true step ms", "with two cores a rank"), wide)]
+    phases = [cells for found in all_found for cells in phase_rows(found)]
+    if phases:
+        lines += ["", *markdown(("job", "kind and phase", "true ms", "emulated ms"), phases)]
     shifts = [cells for found in all_found for cells in injected_rows(found)]
     if shifts:
         lines += ["", *markdown(("job", "slowed down", "true step", "emulated step"), shifts)]
@@ -415,6 +462,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--transport", default="auto", help="of `prismreplay run`")
     parser.add_argument("--assistants", type=int, default=0, help="of slices and runs")
+    parser.add_argument(
+        "--idle-communication", action="store_true", help="takes nothing of the ranks' cores"
+    )
     parser.add_argument("--wide", nargs="*", choices=SHAPES, default=[], help="also two cores each")
     parser.add_argument("--budget", type=float, default=520, help="begin no shape that ends later")
     parser.add_argument("--no-inject", action="store_true", help="leave slowed-down ranks out")
@@ -433,7 +483,8 @@ def main() -> None:
             return
         cores = [cores[rank % len(cores)] for rank in range(needed)]
     transport = "reduced" if options.assistants else options.transport
-    bench = Bench(options.output, cores, transport, options.assistants)
+    contends = not options.idle_communication
+    bench = Bench(options.output, cores, transport, options.assistants, contends=contends)
     begun, longest = time.monotonic(), 0.0
     for name in options.shapes:
         result = options.output / f"{name}.json"

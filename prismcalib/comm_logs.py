@@ -37,8 +37,13 @@ SCHEMA = {
     "bytes": pl.Int64,
     "in_place": pl.Boolean,
     "time_ns": pl.Int64,
+    "cpu_ns": pl.Int64,
 }
-"""One measurement: `bytes` as nccl-tests counts them, `time_ns` of one operation."""
+"""One measurement: `bytes` as nccl-tests counts them, `time_ns` of one operation.
+
+`cpu_ns` is the processor time that the backend's own threads took for it on one rank, on average;
+null where nobody measured it.
+"""
 
 _TESTS = {
     "all_reduce": Kind.ALL_REDUCE,
@@ -249,9 +254,16 @@ def _finish(
 
 
 def _sample(
-    kind: Kind, dtype: DType, ranks: int, hosts: int, size: int, ns: int, in_place: bool
+    kind: Kind,
+    dtype: DType,
+    ranks: int,
+    hosts: int,
+    size: int,
+    ns: int,
+    in_place: bool,
+    cpu_ns: int | None = None,
 ) -> dict[str, Any]:
-    values = (kind.value, dtype.value, ranks, hosts, size, in_place, ns)
+    values = (kind.value, dtype.value, ranks, hosts, size, in_place, ns, cpu_ns)
     return dict(zip(SCHEMA, values, strict=True))
 
 
@@ -373,7 +385,7 @@ def _plain_rows(
             raise CommLogError(
                 f"{', '.join(absent)} is missing",
                 where=place,
-                hint=f"columns: {', '.join(_CSV_COLUMNS)}; optional: in_place",
+                hint=f"columns: {', '.join(_CSV_COLUMNS)}; optional: in_place, cpu_ns",
             )
         if row["kind"] not in {kind.value for kind in Kind if kind.is_communication}:
             raise CommLogError(f"unknown kind {row['kind']!r}", where=place)
@@ -386,7 +398,9 @@ def _plain_rows(
             raise CommLogError("as many hosts as ranks at most, and at least one", where=place)
         in_place = str(row.get("in_place") or "false").lower() in ("true", "1", "yes")
         dtype = _dtype(row["dtype"], place)
-        yield _sample(kind, dtype, ranks, hosts, size, round(time), in_place)
+        cpu = row.get("cpu_ns")
+        cpu_ns = None if cpu in (None, "") else _integer(cpu, place, "cpu_ns")
+        yield _sample(kind, dtype, ranks, hosts, size, round(time), in_place, cpu_ns)
 
 
 def _json_rows(

@@ -10,6 +10,9 @@ How sure an answer is follows from the table itself:
     repeats     shortest and longest time of the same operation (several logs, in and out of place)
     curvature   how far a point lies from the line through its neighbours
     distance    beyond the ends: a quarter of the way, in logs
+
+Where communication runs on the ranks' own processors, as gloo's does, a table may also say what it
+takes of them: computation beside it is slower by as much.
 """
 
 from __future__ import annotations
@@ -35,13 +38,14 @@ from prismtrace.schema import Kind
 __all__ = ["CommTable", "Estimate", "Operation", "read_comm_logs"]
 
 _METADATA_KEY = "prismcalib_comm_table"
-_VERSION = 1
+_VERSION = 2
 _COLUMNS = {
     **{name: SCHEMA[name] for name in ("kind", "dtype", "ranks", "hosts", "bytes")},
     "time_ns": pl.Int64,
     "least_ns": pl.Int64,
     "most_ns": pl.Int64,
     "samples": pl.Int32,
+    "cpu_ns": pl.Int64,
 }
 
 # torch calls these in place; the others write to a buffer of their own.
@@ -132,7 +136,8 @@ class CommTable:
 
     Attributes:
         times: kind, dtype, ranks, hosts, bytes; time_ns (median of what torch would call: in
-            place for all_reduce, broadcast and reduce), least_ns, most_ns (of all), samples.
+            place for all_reduce, broadcast and reduce), least_ns, most_ns (of all), samples;
+            cpu_ns (median; null: unknown).
         sources: files they come from.
         skipped: measurements that were not used, by reason.
     """
@@ -148,7 +153,7 @@ class CommTable:
         skipped: Counter[str] = Counter()
         for reading in given:
             skipped.update(reading.skipped)
-        key = [name for name in _COLUMNS if name in SCHEMA and name != "time_ns"]
+        key = [name for name in _COLUMNS if name in SCHEMA and not name.endswith("_ns")]
         usual = pl.col("in_place") == pl.col("kind").is_in(_IN_PLACE)
         time = pl.col("time_ns")
         times = (
@@ -160,6 +165,7 @@ class CommTable:
                 least_ns=time.min(),
                 most_ns=time.max(),
                 samples=pl.len().cast(pl.Int32),
+                cpu_ns=pl.col("cpu_ns").median().round().cast(pl.Int64),
             )
             .sort(key)
         )
@@ -231,11 +237,24 @@ class CommTable:
             max(1, round(math.exp(time))), math.exp(-low), math.exp(high), beyond, other_dtype
         )
 
-    def _curve_for(self, operation: Operation) -> tuple[_Curve, bool] | None:
+    def cpu_ns(self, operation: Operation) -> int:
+        """Processor time that an operation takes on a rank, beside what the rank computes, in ns.
+
+        0 where the table does not say.
+        """
+        found = None
+        if operation.bytes > 0:
+            found = self._curve_for(operation, self._cpu_curves)
+        return 0 if found is None else round(math.exp(found[0].at(math.log(operation.bytes))[0]))
+
+    def _curve_for(
+        self, operation: Operation, known: _Curves | None = None
+    ) -> tuple[_Curve, bool] | None:
+        known = self._curves if known is None else known
         kind = Kind.SEND.value if operation.kind == Kind.RECV else operation.kind
-        curves = self._curves.get((kind, operation.ranks, operation.hosts))
+        curves = known.get((kind, operation.ranks, operation.hosts))
         if curves is None and kind == Kind.SEND:
-            curves = self._pair_curves(operation.hosts)
+            curves = _pair_curves(known, operation.hosts)
         if curves is None:
             return None
         if operation.dtype in curves:
@@ -243,27 +262,39 @@ class CommTable:
         # A link moves bytes, whatever they mean; the curve with most points is the best known.
         return max(curves.values(), key=lambda curve: len(curve.size)), True
 
-    def _pair_curves(self, hosts: int) -> dict[str, _Curve] | None:
-        """Sends within a host, or between hosts, measured with more ranks at once."""
-        alike = [
-            (ranks, others)
-            for kind, ranks, others in self._curves
-            if kind == Kind.SEND and (others > 1) == (hosts > 1)
-        ]
-        return self._curves[(Kind.SEND.value, *min(alike))] if alike else None
+    @cached_property
+    def _curves(self) -> _Curves:
+        return _curves_of(self.times, "time_ns", "least_ns", "most_ns")
 
     @cached_property
-    def _curves(self) -> dict[tuple[str, int, int], dict[str, _Curve]]:
-        """By kind, ranks and hosts, then by dtype."""
-        curves: dict[tuple[str, int, int], dict[str, _Curve]] = {}
-        ordered = self.times.sort("bytes").partition_by(
-            "kind", "ranks", "hosts", "dtype", as_dict=True, maintain_order=True
-        )
-        for (kind, ranks, hosts, dtype), part in ordered.items():
-            columns = ("bytes", "time_ns", "least_ns", "most_ns")
-            curve = _Curve(*(part[name].log().to_list() for name in columns))
-            curves.setdefault((kind, ranks, hosts), {})[dtype] = curve
-        return curves
+    def _cpu_curves(self) -> _Curves:
+        measured = self.times.filter(pl.col("cpu_ns") > 0)
+        return _curves_of(measured, "cpu_ns", "cpu_ns", "cpu_ns")
+
+
+_Curves = dict[tuple[str, int, int], dict[str, _Curve]]
+"""By kind, ranks and hosts, then by dtype."""
+
+
+def _curves_of(times: pl.DataFrame, *columns: str) -> _Curves:
+    curves: _Curves = {}
+    ordered = times.sort("bytes").partition_by(
+        "kind", "ranks", "hosts", "dtype", as_dict=True, maintain_order=True
+    )
+    for (kind, ranks, hosts, dtype), part in ordered.items():
+        curve = _Curve(*(part[name].log().to_list() for name in ("bytes", *columns)))
+        curves.setdefault((kind, ranks, hosts), {})[dtype] = curve
+    return curves
+
+
+def _pair_curves(known: _Curves, hosts: int) -> dict[str, _Curve] | None:
+    """Sends within a host, or between hosts, measured with more ranks at once."""
+    alike = [
+        (ranks, others)
+        for kind, ranks, others in known
+        if kind == Kind.SEND and (others > 1) == (hosts > 1)
+    ]
+    return known[(Kind.SEND.value, *min(alike))] if alike else None
 
 
 def read_comm_logs(

@@ -75,6 +75,13 @@ def run(
             "Default: one for every sandbox rank.",
         ),
     ] = None,
+    comm_table: Annotated[
+        Path | None,
+        typer.Option(
+            help="From comm-bench: what communication takes of a rank's own processor, which is "
+            "taken from it beside its computation."
+        ),
+    ] = None,
     inject: Annotated[
         list[str] | None,
         typer.Option(
@@ -184,6 +191,7 @@ def run(
         check=RecordedTensors(folder) if check and folder is not None else None,
         spins=() if spin is None else (read_spin(*spin),),
         assistants=(assistants or len(ranks)) if transport is Transport.REDUCED else 0,
+        comm_table=comm_table,
     )
     elsewhere = _elsewhere(call, world_size, options, log_dir, output) if hosts else {}
     if elsewhere is None:
@@ -389,7 +397,10 @@ def _print_tables(report: RunReport) -> None:
         print()
     console.table(
         "How well times were met",
-        ["rank", "holds", "median", "99 %", "worst", "late answers", "handing over"],
+        [
+            *("rank", "holds", "median", "99 %", "worst", "late answers", "handing over"),
+            "communication beside it",
+        ],
         [
             [
                 one.rank,
@@ -399,6 +410,7 @@ def _print_tables(report: RunReport) -> None:
                 ns(one.hold_worst_ns),
                 f"{one.late_answers:,}, {ns(one.late_ns)}",
                 ns(one.handing_ns),
+                ns(one.contended_ns),
             ]
             for one in report.ranks
         ],

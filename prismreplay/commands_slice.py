@@ -84,13 +84,16 @@ def slice_(
         int,
         typer.Option(
             min=0,
-            help="Processes of a slice that play virtual ranks in real groups with its ranks, so "
-            "that communicating costs a rank what it costs; each needs a core. 0: it costs nothing.",
+            help="Processes of a slice that play virtual ranks in real groups with its ranks; each "
+            "needs a core.",
         ),
     ] = 0,
     comm_table: Annotated[
         Path | None,
-        typer.Option(help="With --refine: measured times of communications, as for merge."),
+        typer.Option(
+            help="From comm-bench: what communication takes of a rank's own processor, which is "
+            "taken from it beside its computation. With --refine also for merging."
+        ),
     ] = None,
     ranks_per_host: Annotated[
         int | None,

@@ -6,6 +6,9 @@ it is over. All members come out of a barrier, then everybody notes when it star
 - one host, CPU tensors: all have one clock; last end minus last start.
 - several hosts, or GPUs: there are only durations. Who came last had the shortest, so of what all
   members finish together (all_reduce and the like) that is it; of the rest, the members' median.
+
+What a backend on the CPU takes of the ranks' processors is the time of the process's other threads
+meanwhile, the mean of the members.
 """
 
 from __future__ import annotations
@@ -116,6 +119,11 @@ def _host() -> str:
     return socket.gethostname() + (boot.read_text(encoding="ascii") if boot.exists() else "")
 
 
+def _other_threads_ns() -> int:
+    """Processor time of all threads of this process but this one."""
+    return time.process_time_ns() - time.thread_time_ns()
+
+
 class _Bench:
     """Measures in one group; made by all ranks, run by its members."""
 
@@ -146,14 +154,15 @@ class _Bench:
                             # Alike on all members: nothing was sent.
                             skipped[kind] = str(error).partition("\n")[0]
                             continue
-                    time_ns = self._sample(kind, call, times[kind, size])
-                    rows.append(self._row(kind, nbytes, time_ns))
+                    found = self._sample(kind, call, times[kind, size])
+                    rows.append(self._row(kind, nbytes, *found))
         return rows
 
-    def _row(self, kind: Kind, nbytes: int, time_ns: int) -> dict[str, Any]:
+    def _row(self, kind: Kind, nbytes: int, time_ns: int, cpu_ns: int | None) -> dict[str, Any]:
         ranks, hosts = len(self._placement.ranks), self._placement.hosts
         values = (
-            kind.value, self._spec.dtype.value, ranks, hosts, nbytes, kind in _IN_PLACE, time_ns
+            kind.value, self._spec.dtype.value, ranks, hosts, nbytes, kind in _IN_PLACE, time_ns,
+            cpu_ns,
         )  # fmt: skip
         return dict(zip(SCHEMA, values, strict=True))
 
@@ -170,13 +179,14 @@ class _Bench:
         fitting = self._spec.round_s / max(took.item(), 1e-6)
         return int(min(max(fitting, _LEAST_TIMES), _MOST_TIMES))
 
-    def _sample(self, kind: Kind, call: Callable[[], None], times: int) -> int:
-        """The median of a round, in ns."""
-        own = torch.empty((times, 2), dtype=torch.int64)
-        time_one = self._time_on_device if self._device.type == "cuda" else self._time_here
+    def _sample(self, kind: Kind, call: Callable[[], None], times: int) -> tuple[int, int | None]:
+        """Time and processor time, in ns; medians of a round."""
+        own = torch.zeros((times, 3), dtype=torch.int64)
+        on_device = self._device.type == "cuda"
+        time_one = self._time_on_device if on_device else self._time_here
         for number in range(times):
             distributed.barrier(group=self._control)
-            own[number, 0], own[number, 1] = time_one(call)
+            own[number] = torch.tensor(time_one(call))
         members = [torch.empty_like(own) for _ in self._placement.ranks]
         distributed.all_gather(members, own, group=self._control)
         spans = torch.stack(members).numpy()
@@ -186,20 +196,22 @@ class _Bench:
             durations = (spans[:, :, 1] - spans[:, :, 0]).tolist()
             choose = min if kind in _TOGETHER else statistics.median
             found = [choose(each) for each in zip(*durations, strict=True)]
-        return max(1, round(statistics.median(map(float, found))))
+        cpu_ns = None if on_device else round(statistics.median(spans[:, :, 2].mean(axis=0)))
+        return max(1, round(statistics.median(map(float, found)))), cpu_ns
 
-    def _time_here(self, call: Callable[[], None]) -> tuple[int, int]:
-        start = time.monotonic_ns()
+    def _time_here(self, call: Callable[[], None]) -> tuple[int, int, int]:
+        others, start = _other_threads_ns(), time.monotonic_ns()
         call()
-        return start, time.monotonic_ns()
+        end = time.monotonic_ns()
+        return start, end, _other_threads_ns() - others
 
-    def _time_on_device(self, call: Callable[[], None]) -> tuple[int, int]:
+    def _time_on_device(self, call: Callable[[], None]) -> tuple[int, int, int]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call()
         end.record()
         end.synchronize()
-        return 0, round(begin.elapsed_time(end) * 1e6)
+        return 0, round(begin.elapsed_time(end) * 1e6), 0
 
     def _finish(self) -> None:
         if self._device.type == "cuda":

@@ -212,11 +212,12 @@ class _Chain:
             *self._tensors(),
             *self._job(),
             *(("--repeat", options.repeats) if options.repeats > 1 else ()),
-            *(("--refine", options.refine, *self._transfers(notes)) if options.refine else ()),
+            *self._measured(notes),
+            *(("--refine", options.refine, *self._hosts()) if options.refine else ()),
             *(("--warmup", options.warmup) if options.warmup != 1 else ()),
             *("-o", self.folder / "slices"),
         ]
-        inputs = (self.job, self.sources, notes["collect"].token)
+        inputs = (self.job, self.sources, notes["collect"].token, self._table_token(notes))
         return self._stage("slice", words, ("slices/slice-*.parquet",), *inputs)
 
     def _merge(self, notes: Notes) -> Stage:
@@ -226,13 +227,12 @@ class _Chain:
             *("--bare", self.folder / "bare.parquet"),
             # All slices ran on one machine, whose clock is the same for all ranks.
             *("--clock", "keep"),
-            *self._transfers(notes),
+            *self._hosts(),
+            *self._measured(notes),
             *(("--warmup", options.warmup) if options.warmup != 1 else ()),
             *("-o", self.folder / "calibrated.parquet"),
         ]
-        measured = notes.get("comm-bench")
-        table = files_digest([], options.comm_table) if measured is None else measured.token
-        inputs = (table, notes["slice"].token)
+        inputs = (self._table_token(notes), notes["slice"].token)
         return self._stage("merge", words, ("calibrated.parquet",), *inputs, program=False)
 
     def _run(self, notes: Notes) -> Stage:
@@ -243,6 +243,7 @@ class _Chain:
             *self._tensors(),
             *self._job(),
             *(("--transport", options.transport) if options.transport else ()),
+            *self._measured(notes),
             *(word for text in options.inject for word in ("--inject", text)),
             *(("--compare", options.compare) if options.compare else ()),
             *("-o", self.folder / "run.parquet"),
@@ -266,11 +267,19 @@ class _Chain:
     def _table(self) -> Path:
         return self.options.comm_table or self.folder / "table.parquet"
 
-    def _transfers(self, notes: Notes) -> Iterator[object]:
-        """Where transfers of groups come from that no slice has as a whole."""
-        options = self.options
-        yield from ("--ranks-per-host", options.local_world_size or options.world_size)
-        if options.comm_table is not None or "comm-bench" in notes:
+    def _table_token(self, notes: Notes) -> str:
+        measured = notes.get("comm-bench")
+        if measured is None:
+            return files_digest([], self.options.comm_table)
+        return measured.token
+
+    def _hosts(self) -> Iterator[object]:
+        """For transfers of groups that no slice has as a whole."""
+        yield from ("--ranks-per-host", self.options.local_world_size or self.options.world_size)
+
+    def _measured(self, notes: Notes) -> Iterator[object]:
+        """What communications take, of time and of the ranks' processors."""
+        if self.options.comm_table is not None or "comm-bench" in notes:
             yield from ("--comm-table", self._table)
 
     def _tensors(self) -> Iterator[object]:

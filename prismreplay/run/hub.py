@@ -11,6 +11,7 @@ step           a `StepMark`                                     -
 over           a `RankSummary`                                  -
 assist         key and ranks of a group that is made small      -
 moved          a `MovedSummary`                                 -
+cost           packed operation, whether a small group plays    (value, ns)
 =============  ===============================================  =====================
 
 A result says, behind its fields in a collection, when the operation began and when it ends; and, if
@@ -25,16 +26,19 @@ from collections.abc import Callable, Sequence
 
 from torch.distributed import TCPStore
 
+from prismreplay.collect.coordinator import Sent
 from prismreplay.collect.handover import Parcel
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.messages import Message, unpack_op
 from prismreplay.collect.pool import RankProcess
 from prismreplay.collect.serving import Service
 from prismreplay.run.assistants import Assistant, Assistants
+from prismreplay.run.contention import ProcessorCosts
 from prismreplay.run.hybrid import HybridCoordinator
 from prismreplay.run.ledger import Ledger
 from prismreplay.run.marks import RankSummary, StepMark
 from prismreplay.run.small_groups import MovedSummary
+from prismreplay.runtime.operations import Op
 
 __all__ = ["Hub", "serve_store"]
 
@@ -67,6 +71,8 @@ class Hub(Service):
         self.moved: list[MovedSummary] = []
         self._hybrid = coordinator
         self._ledger = ledger
+        self.costs: ProcessorCosts | None = None
+        """What communications take of the ranks' processors; None: nothing."""
         # Looking at a process's memory stops it for milliseconds; ranks say themselves.
         self.memory.look = False
 
@@ -99,10 +105,23 @@ class Hub(Service):
             self.summaries[rank] = RankSummary(*message[1])
         elif name == "assist" and self._hybrid.assistants is not None:
             self._hybrid.assistants.join(*message[1:])
+        elif name == "cost":
+            _, number, packed, plays, _ = message
+            cost_ns = self._cost_ns(unpack_op(packed, self._hybrid.groups_of(rank)), plays)
+            self._hybrid.outbox.append(Sent(rank, ("value", number, cost_ns)))
         elif name == "moved":
             self.moved.append(MovedSummary(*message[1]))
         else:
             super()._handle(rank, message, file)
+
+    def _cost_ns(self, op: Op, plays: bool) -> int:
+        if self.costs is None:
+            return 0
+        cost_ns = self.costs.of(op, op.group.size)
+        if plays:
+            small = sum(rank in self._hybrid.sandbox for rank in op.group.ranks) + 1
+            cost_ns -= self.costs.of(op, small)
+        return max(0, cost_ns)
 
 
 def serve_store() -> tuple[object, int]:

@@ -29,7 +29,8 @@ class StepMark(NamedTuple):
 class RankSummary(NamedTuple):
     """A rank at its end: how well operations' ends were met, and its debt, in ns.
 
-    `spun` ranges of the program had another pace; see `prismreplay.run.spinning`.
+    `spun` ranges of the program had another pace; see `prismreplay.run.spinning`. For `contended_ns`
+    the program had to share its processor with communication; see `prismreplay.run.contention`.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class RankSummary(NamedTuple):
     handing_ns: int
     debt_ns: int
     spun: int = 0
+    contended_ns: int = 0
 
 
 class Memory:

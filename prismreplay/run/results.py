@@ -47,7 +47,9 @@ class RankResult:
     """A sandbox rank: times in ns, sizes in bytes, the most at the end of any step or in it.
 
     `hold_*_ns` say by how much ends of operations were missed that lay ahead; `late_answers`
-    came after their time, `late_ns` altogether; `handing_ns` went into handing tensors over. `spun` ranges of the program had another pace.
+    came after their time, `late_ns` altogether; `handing_ns` went into handing tensors over. `spun`
+    ranges of the program had another pace. For `contended_ns` communication took the program's
+    processor.
     """
 
     rank: int
@@ -59,6 +61,7 @@ class RankResult:
     late_ns: int = 0
     handing_ns: int = 0
     spun: int = 0
+    contended_ns: int = 0
     peak_resident_bytes: int = 0
     peak_allocated_bytes: int = 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ from prismreplay.collect.client import CollectRole, Connection, fill
 from prismreplay.collect.handover import Parcel, ParcelWriter, Place, Span
 from prismreplay.collect.messages import pack_op
 from prismreplay.run.clock import RunClock
+from prismreplay.run.contention import Contention
 from prismreplay.run.holding import Holder
 from prismreplay.run.ledger import Arrival, Ledger
 from prismreplay.run.marks import RankSummary
@@ -45,6 +46,8 @@ class SandboxRole(CollectRole):
         real_groups: have torch's backend perform what sandbox ranks do among themselves.
         assistants: processes that play virtual ranks in real groups.
         check: compare what small groups give with the exact results.
+        contends: whether communication with virtual ranks takes processor time; the hub knows how
+            much.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class SandboxRole(CollectRole):
         real_groups: bool = True,
         assistants: int = 0,
         check: bool = False,
+        contends: bool = False,
     ) -> None:
         super().__init__(connection, place, lambda: recorder.position.step)
         self.connection = connection
@@ -73,6 +77,9 @@ class SandboxRole(CollectRole):
         self.checks = check
         self._small = SmallGroups(rank, self._sandbox, assistants, ledger, check=check)
         self._real: set[str] = set()
+        self.contention = Contention()
+        self._contends = contends
+        self._costs: dict[Hashable, int] = {}
 
     def make_real_group(self, group: Group, backends: dict[str, str]) -> Any:
         """A group of torch's own, if all members are sandbox ranks and its backend is here.
@@ -104,6 +111,7 @@ class SandboxRole(CollectRole):
             handing_ns=clock.handing_ns,
             debt_ns=clock.debt_ns,
             spun=spun,
+            contended_ns=self.contention.taken_ns,
         )
         self._connection.tell(("over", tuple(summary)))
         for moved in self._small.summaries():
@@ -117,7 +125,7 @@ class SandboxRole(CollectRole):
         call: Callable[[], Any],
     ) -> Pending:
         """See `prismreplay.runtime.roles.Role`."""
-        with self.clock.at_its_own_pace():
+        with self.clock.at_its_own_pace(), self.contention.paused():
             return self._submit(op, inputs, outputs, call)
 
     def _submit(
@@ -142,8 +150,18 @@ class SandboxRole(CollectRole):
             self._connection.tell(("enter", ticket, packed, parcel.data, issued_ns), parcel.file)
         parcel.close()
         small = self._small.start(op, ticket, outputs, self.clock.debt_ns)
+        if self._contends:
+            self.contention.begin(ticket, self._cost_ns(op, small is not None))
         self.clock.handed_over(time.monotonic_ns() - begun)
         return _HubPending(self, ticket, token, outputs, small)
+
+    def _cost_ns(self, op: Op, plays: bool) -> int:
+        """Processor time of an operation, less what a small group takes for it if one `plays`."""
+        key = op.call, op.group.key, op.payload_bytes, op.dtype
+        if key not in self._costs:
+            packed = pack_op(op, self._step())
+            self._costs[key] = int(self._connection.ask("cost", packed, plays)[0][2])
+        return self._costs[key]
 
 
 class _HubPending:
@@ -163,7 +181,8 @@ class _HubPending:
         self._token = token
         self._outputs: Sequence[Tensor] | None = outputs
         self._small = small
-        self._end_ns = 0
+        self._arrived_ns = self._end_ns = 0
+        self._end_is_known = False
         self._waited = False
         self._lock = threading.Lock()
 
@@ -173,10 +192,16 @@ class _HubPending:
             return
         self._waited = True
         clock = self._role.clock
-        with clock.at_its_own_pace():
+        contention = self._role.contention
+        with clock.at_its_own_pace(), contention.paused():
             begun = clock.now()
             with self._lock:
                 self._fetch()
+            longer_ns = contention.waited(self._ticket, self._end_ns - begun)
+            if self._end_is_known and longer_ns:
+                # The backend has shared the processor with the program, and is not done yet.
+                self._end_ns = max(begun, self._end_ns) + longer_ns
+            self._role.recorder.completed(self._token, self._arrived_ns, self._end_ns)
             if clock.now() < self._end_ns:
                 self._role.holder.hold_until(self._end_ns + clock.debt_ns)
             clock.late(max(0, clock.now() - max(begun, self._end_ns)))
@@ -197,12 +222,14 @@ class _HubPending:
         if self._outputs is None:
             return
         answer, file = self._role.connection.ask("wait", self._ticket)
-        _, _, data, nbytes, spans, self.source, arrived_ns, self._end_ns, ready_ns = answer
+        _, _, data, nbytes, spans, self.source, self._arrived_ns, self._end_ns, ready_ns = answer
+        self._end_is_known = ready_ns is None
         if self._small is not None:
             # Its results are overwritten, its time counts where nothing better is known.
             transfer_ns = self._small.wait()
             if transfer_ns is not None and ready_ns is not None:
                 self._end_ns = ready_ns + transfer_ns
+                self._end_is_known = True
         parcel = Parcel(data, file, nbytes)
         if self._small is not None and self._role.checks:
             exact = [
@@ -216,8 +243,6 @@ class _HubPending:
                 fill(output, parcel, Span(*span))
         parcel.close()
         self._outputs = None
-        recorder = self._role.recorder
-        recorder.completed(self._token, arrived_ns, self._end_ns)
 
 
 class _RealPending:
@@ -249,7 +274,7 @@ class _RealPending:
 
     def wait(self) -> None:
         """Block until the outputs are filled in."""
-        with self._role.clock.at_its_own_pace():
+        with self._role.clock.at_its_own_pace(), self._role.contention.paused():
             self._wait()
 
     def _wait(self) -> None:

@@ -24,6 +24,7 @@ from prismreplay.plan import Plan, PlannedWorld
 from prismreplay.run.assistants import Assistant, Assistants, participant, start_assistant
 from prismreplay.run.checking import require_equal
 from prismreplay.run.clock import RunClock
+from prismreplay.run.contention import ProcessorCosts
 from prismreplay.run.following import Placed, followers_of
 from prismreplay.run.hosts import WAIT_SECONDS
 from prismreplay.run.hub import Hub, serve_store
@@ -81,6 +82,8 @@ class RunOptions:
         assistants: processes that play virtual ranks in real groups with sandbox ranks
             (`prismreplay.run.reduced`); 0: the hub does all that concerns virtual ranks.
         prefetch_bytes: of recorded tensors that are read ahead of their use.
+        comm_table: what communication with virtual ranks takes of the ranks' processors; None:
+            nothing.
         spins: named pieces of sandbox ranks' programs that count as faster or slower.
     """
 
@@ -97,6 +100,7 @@ class RunOptions:
     spins: tuple[Spin, ...] = ()
     prefetch_bytes: int = 256 << 20
     assistants: int = 0
+    comm_table: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -292,6 +296,7 @@ class _Run:
                 members.read_ahead(self._graph, self._options.sandbox, self._options.prefetch_bytes)
                 planned = None if said.plan is None else PlannedWorld(said.plan)
                 store_log = self._store_log(members)
+                self.hub.costs = self._costs()
                 self.proxies.await_ready(WAIT_SECONDS)
                 self.started = time.monotonic()
                 self.origin_ns = self.hub.begin_at()
@@ -326,6 +331,12 @@ class _Run:
     def _members(self) -> VirtualMembers:
         sources = self._options.tensors.make_sources(self._job.world_size)
         return VirtualMembers(sources, self._job.place)
+
+    def _costs(self) -> ProcessorCosts | None:
+        from prismcalib.comm_table import CommTable
+
+        table = self._options.comm_table
+        return None if table is None else ProcessorCosts(CommTable.open(table))
 
     def _store_log(self, members: VirtualMembers) -> StoreReplay | None:
         if not members.recordings:
@@ -440,6 +451,7 @@ def observe_rank(
             real_groups=options.real_groups and options.check is None,
             assistants=options.assistants,
             check=options.check is not None,
+            contends=options.comm_table is not None,
         )
         roles.append(role)
         _mark_steps(rank, recorder, clock, connection)

@@ -55,9 +55,11 @@ class SliceOptions:
         shown: ranks whose output is passed on.
         quiet_stdout: pass it on to stderr only.
         shm_dir: folder for tensors that ranks hand over; None: memory.
-        comm_table, ranks_per_host: for merging between rounds, see `prismcalib merge`.
+        comm_table: what communication with virtual ranks takes of a rank's own processor
+            (`prismreplay.run.contention`), None: nothing; and for merging between rounds.
+        ranks_per_host: for merging between rounds, see `prismcalib merge`.
         assistants: processes of each slice that play virtual ranks in real groups with the real
-            ones (`prismreplay.run.reduced`); 0: communication with virtual ranks costs nothing.
+            ones (`prismreplay.run.reduced`).
     """
 
     graph: Path
@@ -266,6 +268,7 @@ class _Campaign:
             sources=options.tensors.sources,
             steps="all" if steps is None else "{}-{}".format(*steps),
             arrivals=arrivals,
+            comm_table=options.comm_table,
             more={
                 "routing": repr(options.tensors.routing),
                 **({"assistants": str(options.assistants)} if options.assistants else {}),
@@ -312,6 +315,7 @@ class _Campaign:
             shm_dir=options.shm_dir,
             timing_true=self._places.timing_true,
             assistants=options.assistants,
+            comm_table=options.comm_table,
         )
 
     @property

@@ -40,6 +40,7 @@ def fingerprint_of(
     sources: Sequence[RuleSet | Path] = (),
     steps: str = "",
     arrivals: PathLike | None = None,
+    comm_table: PathLike | None = None,
     more: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """What slices of a campaign are made from.
@@ -52,6 +53,7 @@ def fingerprint_of(
         sources: what virtual ranks send.
         steps: which steps the slices hold, as text.
         arrivals: the calibrated trace that says when virtual ranks arrive.
+        comm_table: what communication takes of the ranks' processors.
         more: further things that matter, as short texts.
 
     Raises:
@@ -68,6 +70,7 @@ def fingerprint_of(
         "arrivals": "early" if arrivals is None else _content(Path(arrivals)),
         "versions": f"prismllm {__version__}, torch {_torch()}, python {platform.python_version()}",
         "machine": f"{_processor()} x {os.cpu_count()}",
+        **({} if comm_table is None else {"comm_table": _content(Path(comm_table))}),
         **(more or {}),
     }
 

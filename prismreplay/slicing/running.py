@@ -68,6 +68,7 @@ def perform(task: SliceTask) -> SliceOutcome:
                 quiet_stdout=task.quiet_stdout,
                 shm_dir=task.shm_dir,
                 assistants=task.assistants,
+                comm_table=task.comm_table,
                 slice=SliceInfo(
                     index=execution.index,
                     real_ranks=execution.ranks,

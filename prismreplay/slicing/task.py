@@ -34,6 +34,7 @@ class SliceTask:
         shm_dir: folder for tensors that ranks hand over; None: memory.
         timing_true: whether there is a core for everybody.
         assistants: processes that play virtual ranks in real groups; 0: the emulator does.
+        comm_table: what communication takes of the ranks' processors; None: nothing.
     """
 
     program: ProgramCall
@@ -53,6 +54,7 @@ class SliceTask:
     shm_dir: Path | None = None
     timing_true: bool = True
     assistants: int = 0
+    comm_table: Path | None = None
 
 
 @dataclass(frozen=True)

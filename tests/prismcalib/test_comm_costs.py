@@ -81,7 +81,7 @@ def table_of(run, rows: pl.DataFrame, factor: float = 1.0, per_host=PER_HOST) ->
         k = 2 if pair else int(ranks[place[group]])
         h = 1 + (rank // per_host != peer // per_host) if pair else int(hosts[place[group]])
         name = "send" if pair else kind
-        samples.append((name, dtype, k, h, size, False, round(time * factor)))
+        samples.append((name, dtype, k, h, size, False, round(time * factor), None))
     frame = pl.DataFrame(samples, schema=SCHEMA, orient="row").unique()
     return CommTable.of([Reading(Path("own.log"), frame, {})])
 

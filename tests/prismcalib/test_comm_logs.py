@@ -29,7 +29,7 @@ def read(tmp_path):
 
 def expected(kind="all_reduce", dtype="float32", ranks=8, hosts=1):
     return [
-        (kind, dtype, ranks, hosts, size, in_place, round(time * 1e3))
+        (kind, dtype, ranks, hosts, size, in_place, round(time * 1e3), None)
         for size, *times in ROWS
         for in_place, time in zip((False, True), times, strict=True)
     ]
@@ -125,10 +125,10 @@ def test_lines_that_do_not_count(read):
 
 def test_csv_and_its_json(read):
     text = "kind,dtype,ranks,hosts,bytes,time_ns,in_place\nall_reduce,float32,8,1,64,20500,true\n"
-    row = ("all_reduce", "float32", 8, 1, 64, True, 20500)
+    row = ("all_reduce", "float32", 8, 1, 64, True, 20500, None)
     assert read(text).samples.rows() == [row]
     plain = "kind, dtype, ranks, hosts, bytes, time_ns\nrecv, half, 2, 1, 64, 2050.4\n"
-    assert read(plain).samples.rows() == [("send", "float16", 2, 1, 64, False, 2050)]
+    assert read(plain).samples.rows() == [("send", "float16", 2, 1, 64, False, 2050, None)]
     samples = [dict(zip(read(text).samples.columns, row, strict=True))]
     assert read(json.dumps(samples)).samples.rows() == [row]
     assert read(json.dumps({"samples": samples})).samples.rows() == [row]

@@ -19,7 +19,7 @@ from tests.prismcalib.nccl_logs import modern
 def table(*rows, kind="all_reduce", dtype="float32", ranks=8, hosts=1):
     """Rows are (bytes, ns) or (bytes, ns, in_place)."""
     full = [
-        (kind, dtype, ranks, hosts, size, more[0] if more else True, time)
+        (kind, dtype, ranks, hosts, size, more[0] if more else True, time, None)
         for size, time, *more in rows
     ]
     samples = pl.DataFrame(full, schema=SCHEMA, orient="row")
@@ -158,3 +158,21 @@ def test_files_that_are_no_table(tmp_path):
     pl.DataFrame({"a": [1]}).write_parquet(tmp_path / "other.parquet")
     with pytest.raises(CommLogError, match="not a table"):
         CommTable.open(tmp_path / "other.parquet")
+
+
+def test_processor_time_of_operations(tmp_path):
+    text = "kind,dtype,ranks,hosts,bytes,time_ns,cpu_ns\n"
+    lines = ["all_reduce,float32,8,1,1000,500,100", "all_reduce,float32,8,1,4000,700,400"]
+    lines += ["all_gather,float32,8,1,4000,700,"]
+    log = tmp_path / "times.csv"
+    log.write_text(text + "\n".join(lines) + "\n")
+    times = read_comm_logs([log])
+    times.write(tmp_path / "table.parquet")
+    times = CommTable.open(tmp_path / "table.parquet")
+
+    def cpu(kind, size, ranks=8):
+        return times.cpu_ns(Operation(kind, "float32", ranks, 1, size))
+
+    assert [cpu("all_reduce", size) for size in (1000, 2000, 4000, 0)] == [100, 200, 400, 0]
+    assert cpu("all_reduce", 1000, ranks=4) == 0
+    assert cpu("all_gather", 4000) == 0
