@@ -107,13 +107,22 @@ def convert(
             " with a single input just the number.",
         ),
     ] = None,
+    rank_of_pid: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[FILE:]PID=N",
+            help="Rank of a process in an Nsight Systems export that holds several, e.g."
+            " --rank-of-pid 144=0 (repeatable); processes that are not named are left out.",
+        ),
+    ] = None,
     step_from: Annotated[
         str,
         typer.Option(
             metavar="auto|profilerstep|whole|REGEX",
             help="Where training steps begin. profilerstep: the profiler's own marks; whole: the"
             " file is one step; else a regular expression for the names of annotations, e.g."
-            " --step-from 'train_step_(\\d+)'. auto: profilerstep if there are any, else whole.",
+            " --step-from 'train_step_(\\d+)'. auto: profilerstep if there are any, else annotations"
+            " such as 'step 3' or 'iteration 3', else whole.",
         ),
     ] = "auto",
     comm_kernel: Annotated[
@@ -203,6 +212,7 @@ def convert(
             files,
             output,
             ranks=ranks,
+            rank_of_pid=_numbers_of(rank_of_pid or [], "[FILE:]PID=N", "--rank-of-pid"),
             grain=grain.value,
             jobs=jobs,
             comm_kernels=comm_kernel or (),
@@ -248,20 +258,27 @@ _MOST_DIGITS = 18  # Python refuses to read thousands of them
 
 def _ranks_of_files(given: list[str], files: list[str]) -> dict[str, int]:
     """`FILE=N` texts as a mapping; a lone number belongs to a single input."""
-    ranks: dict[str, int] = {}
+    whole = [
+        f"{files[0]}={text}" if "=" not in text and len(files) == 1 else text for text in given
+    ]
+    for text in whole:
+        if "=" not in text and text.isdecimal():
+            raise typer.BadParameter(
+                f"several inputs: say which one has rank {text}, as FILE={text}",
+                param_hint="--rank",
+            )
+    return _numbers_of(whole, "FILE=N", "--rank")
+
+
+def _numbers_of(given: list[str], form: str, flag: str) -> dict[str, int]:
+    """`NAME=N` texts as a mapping."""
+    numbers: dict[str, int] = {}
     for text in given:
-        file, equals, number = text.rpartition("=")
-        if not number.isdecimal() or len(number) > _MOST_DIGITS:
-            raise typer.BadParameter(f"{text!r} is not FILE=N", param_hint="--rank")
-        if not equals:
-            if len(files) != 1:
-                raise typer.BadParameter(
-                    f"several inputs: say which one has rank {number}, as FILE={number}",
-                    param_hint="--rank",
-                )
-            file = files[0]
-        ranks[file] = int(number)
-    return ranks
+        name, _, number = text.rpartition("=")
+        if not name or not number.isdecimal() or len(number) > _MOST_DIGITS:
+            raise typer.BadParameter(f"{text!r} is not {form}", param_hint=flag)
+        numbers[name] = int(number)
+    return numbers
 
 
 def _check_options(

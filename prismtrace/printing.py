@@ -37,6 +37,7 @@ def print_conversion(report: ConvertReport) -> None:
             ),
         )
     _print_facts(facts)
+    _table("processes", ["rank", "process"], list(report.processes.items()))
     _table("sync instances", ["members found", "instances"], list(report.matched.items()))
     _print_policies(report.repairs)
     print()

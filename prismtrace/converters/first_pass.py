@@ -13,7 +13,7 @@ from prismtrace.converters.rank_trace import RankOptions, RankTrace
 from prismtrace.converters.workers import run_tasks
 from prismtrace.errors import RankError
 
-__all__ = ["Task", "read_files", "read_kept", "traces_by_rank"]
+__all__ = ["Task", "read_files", "read_kept", "require_processes", "traces_by_rank"]
 
 Task = tuple[Path, RankOptions, int | None]
 """A file, how to read it, and the rank that the user gave it."""
@@ -80,3 +80,19 @@ def traces_by_rank(
                 seen[trace.rank] = trace
             done(path.stat().st_size)
     return [seen[rank] for rank in sorted(seen)]
+
+
+def require_processes(traces: Sequence[RankTrace], options: RankOptions) -> None:
+    """Refuse ranks that the user gave to processes of which no file tells.
+
+    Raises:
+        RankError: see above.
+    """
+    found = {trace.rank for trace in traces}
+    for process, rank in options.rank_of_pid:
+        if rank not in found:
+            raise RankError(
+                f"no file has a process {process} that ran kernels",
+                where=f"--rank-of-pid {process}={rank}",
+                hint="leave the option out to see which processes there are: each is a rank then",
+            )

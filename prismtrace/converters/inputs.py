@@ -14,7 +14,7 @@ __all__ = ["PathLike", "expand_inputs", "given_ranks", "rank_in_name"]
 
 PathLike = str | os.PathLike[str]
 
-_SUFFIXES = (".json", ".json.gz", ".et", ".et.gz")
+_SUFFIXES = (".json", ".json.gz", ".et", ".et.gz", ".sqlite")
 
 _ET = r"[._-](\d+)\.et(?:\.gz)?$"
 _RANK_IN_NAME = (r"rank[-_]?(\d+)", r"worker[-_]?(\d+)", r"_(\d+)\.(?:json|sqlite)", _ET)
@@ -33,7 +33,7 @@ def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
             paths += files_of(
                 item,
                 _SUFFIXES,
-                what="trace (.json, .json.gz, .et or .et.gz)",
+                what="trace (.json, .json.gz, .et, .et.gz or .sqlite)",
                 hint="name the folder or the files that the profiler wrote",
             )
         except OSError as error:

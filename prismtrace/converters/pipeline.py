@@ -10,14 +10,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
 from prismtrace import __version__
-from prismtrace.converters.first_pass import read_files, read_kept, traces_by_rank
+from prismtrace.converters.first_pass import (
+    read_files,
+    read_kept,
+    require_processes,
+    traces_by_rank,
+)
 from prismtrace.converters.groups import GroupBook, GroupKey, read_groups_file
 from prismtrace.converters.inputs import PathLike, expand_inputs, given_ranks
 from prismtrace.converters.kept import drop_kept, kept_folder
@@ -48,6 +53,7 @@ _INFORMATIVE = (
     "assumed-one-step",
     "shared-correlation",
     "coalesced-launch",
+    "absent-column",
 )
 _INFORMATIVE_PREFIX = ("matched-", "edge-")
 # Event kinds that conversion never uses; dropping them is no repair.
@@ -62,6 +68,7 @@ _UNUSED = (
     "dropped-overhead",
     "dropped-other-category",
     "dropped-other-phase",
+    "dropped-unfinished-range",
 )
 
 _MOST_STREAMS = 2**15
@@ -86,6 +93,8 @@ class ConvertReport:
     """Edges beside program order, by their source."""
     repairs: dict[str, int]
     """Everything that was repaired, dropped or assumed, and how many times."""
+    processes: dict[int, str] = field(default_factory=dict)
+    """Rank -> which process it is, where a file holds several."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as ``--json`` prints them."""
@@ -97,6 +106,7 @@ def convert(
     output: PathLike,
     *,
     ranks: Mapping[str, int] | None = None,
+    rank_of_pid: Mapping[str, int] | None = None,
     grain: str = "communication",
     jobs: int = 1,
     comm_kernels: Sequence[str] = (),
@@ -116,7 +126,10 @@ def convert(
     Args:
         inputs: files, folders or glob patterns.
         output: the Parquet file to write.
-        ranks: file name or path -> rank, for files that do not tell.
+        ranks: file name or path -> rank, for files that do not tell; of an Nsight Systems export
+            with several processes the rank of the first.
+        rank_of_pid: ``PID`` or ``FILE:PID`` -> rank, for such exports; processes that are not
+            named are left out.
         grain: ``communication`` (what a stream computes between communications is one span)
             or ``kernel`` (a node for every kernel and copy).
         jobs: files read at a time, each by a process of its own; 0 means one per core.
@@ -163,7 +176,10 @@ def convert(
             hint="add --grain kernel",
         )
     step_pattern(step_from)
-    options = RankOptions(grain, step_from, tuple(comm_kernels), keep_args, recover)
+    processes = tuple(sorted((rank_of_pid or {}).items()))
+    options = RankOptions(
+        grain, step_from, tuple(comm_kernels), keep_args, recover, rank_of_pid=processes
+    )
     refuse_inputs(target, [*paths, groups])
     named = read_groups_file(Path(groups)) if groups is not None else {}
     with ExitStack() as stack:
@@ -177,6 +193,7 @@ def convert(
         else:
             read = read_kept(tasks, parts, jobs, dask)
         traces = traces_by_rank(read, paths, progress)
+        require_processes(traces, options)
         world_size = _world_size(traces, named.values())
         counts: Counter[str] = Counter()
         for trace in traces:
@@ -330,6 +347,7 @@ def _header(
     informative = {
         name: number for name, number in sorted(counts.items()) if name not in repairs and number
     }
+    processes = _processes(traces)
     return TraceHeader(
         kind=TraceKind.RECORDED if any(trace.timed for trace in traces) else TraceKind.BARE,
         world_size=world_size,
@@ -341,8 +359,12 @@ def _header(
         created_by=f"prismtrace convert {__version__}",
         sources=tuple(utf8_text(path.name) for path in dict.fromkeys(t.path for t in traces)),
         policies=repairs,
-        extra={"convert": informative},
+        extra={"convert": informative} | ({"processes": processes} if processes else {}),
     )
+
+
+def _processes(traces: Sequence[RankTrace]) -> dict[int, str]:
+    return {trace.rank: utf8_text(trace.process) for trace in traces if trace.process}
 
 
 def _natural(label: str) -> tuple[str, int]:
@@ -407,4 +429,5 @@ def _report(
         matched=strip("matched-"),
         edges=strip("edge-"),
         repairs=repairs,
+        processes=_processes(traces),
     )

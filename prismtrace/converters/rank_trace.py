@@ -57,6 +57,8 @@ class RankTrace:
     rows: int
     counts: dict[str, int]
     source: str = "kineto"
+    process: str | None = None
+    """Which process of its file it is, for people, where a file holds several."""
     """Whose clock the times are in, as the header's clock domains name it."""
     timed: bool = True
     """The nodes have times."""

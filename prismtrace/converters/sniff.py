@@ -10,7 +10,7 @@ from pathlib import Path
 from prismtrace.converters.content import read_blocks
 from prismtrace.errors import SourceFormatError
 
-__all__ = ["SourceFormat", "is_operation_level", "sniff", "unsupported"]
+__all__ = ["DUMPS", "SourceFormat", "is_dump", "is_operation_level", "sniff", "unsupported"]
 
 _HEAD_BYTES = 256 * 1024
 
@@ -25,6 +25,8 @@ class SourceFormat(StrEnum):
     FLIGHT_RECORDER = "flight-recorder"
     FLIGHT_RECORDER_JSON = "flight-recorder-json"
     NSYS_SQLITE = "nsys-sqlite"
+    NSYS_REPORT = "nsys-report"
+    SQLITE = "sqlite"
     PRISMTRACE_PARQUET = "prismtrace-parquet"
     OPS_PARQUET = "ops-parquet"
     OPS_CSV = "ops-csv"
@@ -39,16 +41,22 @@ _DESCRIPTIONS = {
     SourceFormat.FLIGHT_RECORDER: "a PyTorch flight-recorder dump",
     SourceFormat.FLIGHT_RECORDER_JSON: "a PyTorch flight-recorder dump as JSON",
     SourceFormat.NSYS_SQLITE: "an Nsight Systems export",
+    SourceFormat.NSYS_REPORT: "an Nsight Systems report",
+    SourceFormat.SQLITE: "an SQLite database, but no Nsight Systems export",
     SourceFormat.PRISMTRACE_PARQUET: "a PrismTrace file already",
     SourceFormat.OPS_PARQUET: "an operation-level trace (Parquet)",
     SourceFormat.OPS_CSV: "an operation-level trace (CSV)",
     SourceFormat.UNKNOWN: "in no format that is known here",
 }
 
+DUMPS = frozenset({SourceFormat.FLIGHT_RECORDER, SourceFormat.FLIGHT_RECORDER_JSON})
+"""What the flight recorder writes."""
+
 _KINETO_KEYS = re.compile(
     rb'"(?:traceEvents|deviceProperties|distributedInfo|baseTimeNanoseconds)"\s*:'
 )
 _KINETO_EVENT = re.compile(rb'\s*\[\s*(?:\]|\{[^{}\[\]]*"(?:ph|cat)"\s*:)')
+_NSYS_REPORTS = (".nsys-rep", ".qdrep", ".qdstrm")
 _OPS_COLUMNS = frozenset({"dp_rank", "stage", "step", "optype"})
 
 
@@ -59,11 +67,11 @@ def sniff(path: Path) -> SourceFormat:
     """
     head = _take(read_blocks(path), _HEAD_BYTES)
     if head.startswith(b"SQLite format 3\0"):
-        return SourceFormat.NSYS_SQLITE if _is_nsys(head) else SourceFormat.UNKNOWN
+        return SourceFormat.NSYS_SQLITE if _is_nsys(head) else SourceFormat.SQLITE
     if head.startswith(b"PAR1"):
         return _sniff_parquet(path)
     if head[:1] == b"\x80" and head[1:2] in {b"\x02", b"\x03", b"\x04", b"\x05"}:
-        is_dump = b"entries" in head or b"pg_config" in head
+        is_dump = any(key in head for key in (b"entries", b"pg_config", b"profiling_name"))
         return SourceFormat.FLIGHT_RECORDER if is_dump else SourceFormat.UNKNOWN
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text[:1] in {b"{", b"["}:
@@ -72,12 +80,20 @@ def sniff(path: Path) -> SourceFormat:
             return found
     if set(_first_line(text).split(",")) >= _OPS_COLUMNS:
         return SourceFormat.OPS_CSV
-    return SourceFormat.CHAKRA if _is_chakra(head) else SourceFormat.UNKNOWN
+    if _is_chakra(head):
+        return SourceFormat.CHAKRA
+    # Its content is not documented; the name only improves what is said about it.
+    return SourceFormat.NSYS_REPORT if path.suffix in _NSYS_REPORTS else SourceFormat.UNKNOWN
 
 
 def is_operation_level(path: Path) -> bool:
     """Whether the file is an operation-level log with the columns that are known by name."""
     return sniff(path) in {SourceFormat.OPS_PARQUET, SourceFormat.OPS_CSV}
+
+
+def is_dump(path: Path) -> bool:
+    """Whether the path is a file that the flight recorder wrote."""
+    return path.is_file() and sniff(path) in DUMPS
 
 
 def unsupported(path: Path, found: SourceFormat) -> SourceFormatError:
@@ -87,6 +103,19 @@ def unsupported(path: Path, found: SourceFormat) -> SourceFormatError:
             "this file is in no format that is known here",
             where=str(path),
             hint="pass a PyTorch profiler trace (Chrome trace JSON, plain or gzipped)",
+        )
+    if found is SourceFormat.NSYS_REPORT:
+        return SourceFormatError(
+            "this is an Nsight Systems report; only its SQLite export can be read",
+            where=str(path),
+            hint="nsys export --type sqlite --include-blobs true --include-json true "
+            f"-o {path.stem}.sqlite {path.name}",
+        )
+    if found is SourceFormat.SQLITE:
+        return SourceFormatError(
+            f"this is {_DESCRIPTIONS[found]}",
+            where=str(path),
+            hint="pass what nsys export --type sqlite has written",
         )
     if found is SourceFormat.PRISMTRACE_PARQUET:
         return SourceFormatError(
@@ -119,6 +148,8 @@ def _has_key(text: bytes, name: str) -> bool:
 def _sniff_json(text: bytes) -> SourceFormat:
     if _KINETO_EVENT.match(text):
         return SourceFormat.KINETO
+    if _has_key(text, "profiling_name") and _has_key(text, "record_id"):
+        return SourceFormat.FLIGHT_RECORDER_JSON
     if text[:1] == b"[":
         return SourceFormat.UNKNOWN
     if _has_key(text, "workload_graph"):

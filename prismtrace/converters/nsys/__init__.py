@@ -11,7 +11,7 @@ from prismtrace.converters.kineto.names import CommPatterns
 from prismtrace.converters.kineto.rank import gpu_issued, refuse_losses, write_rank
 from prismtrace.converters.nsys.database import open_database
 from prismtrace.converters.nsys.events import ProcessProfile, read_processes
-from prismtrace.converters.nsys.placement import place_processes, world_size
+from prismtrace.converters.nsys.placement import place_processes, plain_pid, world_size
 from prismtrace.converters.nsys.session import Session, read_session
 from prismtrace.converters.rank_trace import RankFacts, RankOptions, RankTrace
 
@@ -51,7 +51,9 @@ def convert_processes(
         own = counts if not traces else Counter[str]()
         rank = rank_of[process.pid]
         target = stem.with_name(f"{stem.name}-{process.pid}.parquet")
-        traces.append(_convert(process, rank, size, session, target, options, own))
+        trace = _convert(process, rank, size, session, target, options, own)
+        several = len(found) > 1
+        traces.append(replace(trace, process=_described(process, path)) if several else trace)
     return tuple(traces)
 
 
@@ -79,3 +81,7 @@ def _convert(
         source="nsys",
     )
     return write_rank(profile, ops, facts, target, options, counts)
+
+
+def _described(process: ProcessProfile, path: Path) -> str:
+    return f"{plain_pid(process.pid)} on device {process.device}, {path.name}"
