@@ -91,17 +91,19 @@ def slice_out(
         nodes = trace.nodes.filter(pl.col("rank").is_in(list(chosen)))
         cut = _Cut(
             nodes,
-            _wanted(nodes, header, steps, window_ns, where),
+            _wanted(trace, steps, window_ns, where),
             by_step=steps is not None,
             renumber=header.kind is not TraceKind.SLICE,
         )
         paths: list[Path] = []
         found: set[int] = set()
+        here: set[int] = set()
         for number, block in enumerate(cut.blocks()):
             with disk_errors(target):
                 paths.append(folder / f"{number}.parquet")
                 block.write_parquet(paths[-1], compression="lz4")
             found.update(block["step"].drop_nulls().unique())
+            here.update(block["rank"].unique())
             (progress or (lambda _: None))(block.height)
         if not cut.rows:
             raise TraceError(
@@ -109,7 +111,7 @@ def slice_out(
                 where=where,
                 hint="`prismtrace info` says which ranks, steps and times there are",
             )
-        made = _header(header, chosen, found, cut)
+        made = _header(header, here, found, cut)
         with disk_errors(target):
             write_nodes(made, pl.concat([pl.scan_parquet(p, glob=False) for p in paths]), target)
         before = int(trace.nodes.select(pl.len()).collect().item())
@@ -144,11 +146,7 @@ def _chosen(
 
 
 def _wanted(
-    nodes: pl.LazyFrame,
-    header: TraceHeader,
-    steps: Sequence[int] | None,
-    window_ns: tuple[int, int] | None,
-    where: str | None,
+    trace: Trace, steps: Sequence[int] | None, window_ns: tuple[int, int] | None, where: str | None
 ) -> pl.Expr | None:
     """Which rows to keep, of those of the chosen ranks; None: all."""
     wanted = []
@@ -156,7 +154,7 @@ def _wanted(
         wanted.append(pl.col("step").is_in(list(steps)).fill_null(value=False))
     if window_ns is not None:
         begin, end = window_ns
-        first = _first_starts(nodes, header)
+        first = _first_starts(trace.nodes, trace.header)
         if not first:
             raise TraceError(
                 "the trace has no times, so no window of it can be cut out",
@@ -345,9 +343,8 @@ def _gaps(kept: pl.LazyFrame) -> pl.DataFrame | None:
     return gaps.select(*_COUNTER, "step", "_gap")
 
 
-def _header(header: TraceHeader, ranks: tuple[int, ...], steps: set[int], cut: _Cut) -> TraceHeader:
+def _header(header: TraceHeader, here: set[int], steps: set[int], cut: _Cut) -> TraceHeader:
     """The header of what was cut out."""
-    here = set(ranks)
     clocks = (
         domain.model_copy(update={"ranks": tuple(r for r in domain.ranks if r in here)})
         for domain in header.clock
@@ -362,7 +359,7 @@ def _header(header: TraceHeader, ranks: tuple[int, ...], steps: set[int], cut: _
     }
     return header.model_copy(
         update={
-            "ranks": ranks,
+            "ranks": tuple(rank for rank in header.ranks if rank in here),
             "steps": tuple(step for step in header.steps if step in steps),
             "clock": tuple(domain for domain in clocks if domain.ranks),
             "symmetry": symmetry or None,

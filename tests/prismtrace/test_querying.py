@@ -1,0 +1,112 @@
+"""Questions in SQL."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+import prismtrace as pt
+from prismtrace.errors import InputFileError, OutputError, PrismError, QueryError
+from prismtrace.querying import answering, write_answer, write_json
+from prismtrace.reading import reading
+from prismtrace.trace import Trace, write
+
+
+def rows(trace: Trace, sql: str) -> list[tuple[object, ...]]:
+    return pt.query(trace, sql).collect().rows()
+
+
+def test_the_tables(job: Trace) -> None:
+    sql = "SELECT kind, COUNT(*) AS n FROM nodes WHERE rank = 0 GROUP BY kind ORDER BY n, kind"
+    assert rows(job, sql) == [("all_reduce", 1), ("send", 1), ("compute", 2)]
+    assert rows(job, "SELECT id, name, size FROM groups") == [(0, "world", 2)]
+    assert rows(job, "SELECT kind, world_size, ranks, steps FROM header") == [
+        ("calibrated", 2, "0-1", [0])
+    ]
+    joined = 'SELECT SUM(n.dur_ns) FROM nodes n JOIN groups g ON n."group" = g.id'
+    assert rows(job, joined) == [(105,)]
+
+
+def test_enums_are_text(job: Trace) -> None:
+    assert rows(job, "SELECT COUNT(*) FROM nodes WHERE kind LIKE 'all_%'") == [(2,)]
+    assert rows(job, "SELECT COUNT(*) FROM nodes WHERE kind = 'allreduce'") == [(0,)]
+    assert rows(job, "SELECT COUNT(*) FROM nodes WHERE name LIKE 'gemm%'") == [(3,)]
+
+
+@pytest.mark.parametrize(
+    ("sql", "message", "hint"),
+    [
+        ("", "no statement, or several", "one SELECT"),
+        ("SELECT 1; SELECT 2", "no statement, or several", "one SELECT"),
+        ("SELEC kind FROM nodes", "not valid SQL: expected: an SQL statement", "group"),
+        ("SELECT kind FROM nodez", "there is no table 'nodez'", "nodes, groups and header"),
+        ("SELECT kid FROM nodes", "there is no column 'kid'", "id, rank, index, kind"),
+        ("SELECT foo(kind) FROM nodes", "unsupported function 'foo'", "tables"),
+        ("SELECT kind + 1 FROM nodes", "arithmetic on dtypes str", "CAST"),
+        ("DROP TABLE nodes", "does not ask for anything", "SELECT"),
+        ("CREATE TABLE x AS SELECT * FROM nodes", "does not ask for anything", "SELECT"),
+    ],
+)
+def test_queries_that_are_wrong(job: Trace, sql: str, message: str, hint: str) -> None:
+    with pytest.raises(QueryError) as caught:
+        pt.query(job, sql)
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sql", ["SELECT CAST(kind AS INT) FROM nodes", "SELECT SUM(deps) FROM nodes"]
+)
+def test_what_turns_out_while_computing(job: Trace, sql: str) -> None:
+    with reading([]), pytest.raises(PrismError) as caught, answering():
+        pt.query(job, sql).collect()
+    assert isinstance(caught.value, QueryError)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "json", "parquet"])
+def test_answers_in_files(job: Trace, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    write_answer(pt.query(job, "SELECT rank, name FROM nodes"), path, suffix, trace=job)
+    read = {"csv": pl.read_csv, "json": pl.read_json, "parquet": pl.read_parquet}[suffix]
+    assert read(path).rows() == job.collect().select("rank", pl.col("name").cast(str)).rows()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_csv_has_no_lists(job: Trace, tmp_path: Path) -> None:
+    with pytest.raises(QueryError, match="CSV has no lists"):
+        write_answer(pt.query(job, "SELECT deps FROM nodes"), tmp_path / "a.csv", "csv", trace=job)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_is_a_list_however_long(job: Trace) -> None:
+    for sql, expected in (("SELECT * FROM nodes WHERE rank > 7", 0), ("SELECT * FROM nodes", 7)):
+        text = io.StringIO()
+        write_json(pt.query(job, sql), text)
+        assert len(json.loads(text.getvalue())) == expected
+
+
+def test_the_trace_is_not_overwritten(job: Trace, tmp_path: Path) -> None:
+    write(job, tmp_path / "run.parquet")
+    opened = pt.open(tmp_path / "run.parquet")
+    with pytest.raises(OutputError, match="one of the inputs"):
+        write_answer(
+            pt.query(opened, "SELECT rank FROM nodes"), opened.paths[0], "parquet", trace=opened
+        )
+
+
+def test_damaged_rows_are_not_the_querys_fault(make_trace: object, tmp_path: Path) -> None:
+    path = tmp_path / "run.parquet"
+    write(make_trace(*({"name": f"kernel {n}"} for n in range(500))), path)
+    data = bytearray(path.read_bytes())
+    data[4:200] = bytes(196)
+    path.write_bytes(data)
+    opened = pt.open(path)
+    with pytest.raises(InputFileError, match="damaged"):
+        write_answer(
+            pt.query(opened, "SELECT * FROM nodes"), tmp_path / "a.json", "json", trace=opened
+        )
