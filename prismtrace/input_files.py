@@ -6,6 +6,7 @@ import errno
 import glob
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from prismtrace.errors import InputFileError
@@ -14,7 +15,12 @@ __all__ = ["files_of", "is_text", "require_readable", "unreadable"]
 
 
 def files_of(
-    item: str | os.PathLike[str], suffixes: tuple[str, ...], *, what: str, hint: str
+    item: str | os.PathLike[str],
+    suffixes: tuple[str, ...],
+    *,
+    what: str,
+    hint: str,
+    also: Callable[[Path], bool] = lambda _: False,
 ) -> list[Path]:
     """The files that a path, a folder or a glob pattern names, sorted.
 
@@ -23,6 +29,7 @@ def files_of(
         suffixes: endings of a folder's files that count.
         what: what a folder without any of them lacks, for the error.
         hint: what to do then.
+        also: tells other files of a folder that count.
 
     Raises:
         InputFileError: the folder holds none, or nothing matches the pattern.
@@ -30,7 +37,9 @@ def files_of(
     """
     path = Path(item)
     if path.is_dir():
-        found = sorted(entry for entry in path.iterdir() if entry.name.endswith(suffixes))
+        found = sorted(
+            entry for entry in path.iterdir() if entry.name.endswith(suffixes) or also(entry)
+        )
         if not found:
             raise InputFileError(f"the folder holds no {what}", where=str(path), hint=hint)
         return found

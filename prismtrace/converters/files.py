@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from prismtrace.converters.rank_trace import RankOptions, RankTrace
-from prismtrace.converters.sniff import SourceFormat, sniff
+from prismtrace.converters.sniff import DUMPS, SourceFormat, sniff
 
 __all__ = ["convert_file"]
 
@@ -33,6 +33,10 @@ def convert_file(
         from prismtrace.converters.chakra.rank import convert_chakra
 
         return (convert_chakra(path, found, stem.with_suffix(".parquet"), options, given_rank),)
+    if found in DUMPS:
+        from prismtrace.converters.flight.converting import convert_dump
+
+        return (convert_dump(path, stem.with_suffix(".parquet"), given_rank),)
     from prismtrace.converters.kineto.rank import convert_rank
 
     return (convert_rank(path, stem.with_suffix(".parquet"), options, given_rank),)

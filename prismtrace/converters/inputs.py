@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from prismtrace.converters.sniff import is_dump
 from prismtrace.errors import InputFileError, RankError
 from prismtrace.input_files import files_of, require_readable, unreadable
 
@@ -35,6 +36,7 @@ def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
                 _SUFFIXES,
                 what="trace (.json, .json.gz, .et, .et.gz or .sqlite)",
                 hint="name the folder or the files that the profiler wrote",
+                also=_is_nameless_dump,
             )
         except OSError as error:
             raise unreadable(item, error) from error
@@ -48,6 +50,11 @@ def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
             raise RankError("the file is given twice", where=str(path), hint="name it once")
         seen.add(path.resolve())
     return paths
+
+
+def _is_nameless_dump(path: Path) -> bool:
+    """Whether it is a flight-recorder dump, as torch calls it: without an ending."""
+    return "." not in path.name and is_dump(path)
 
 
 def given_ranks(paths: Sequence[Path], ranks: Mapping[str, int]) -> dict[Path, int]:

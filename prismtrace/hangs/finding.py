@@ -291,9 +291,9 @@ def _notes(job: FlightJob, state: JobState) -> list[str]:
     empty = [rank for rank, dump in job.dumps.items() if not dump.entries]
     if empty:
         notes.append(f"the dumps of ranks {format_ranks(empty)} hold no operation")
-    if job.counts["group-members-from-use"]:
+    if job.counts["group-of-communicator-users"]:
         notes.append(
-            f"{job.counts['group-members-from-use']} groups are listed nowhere: their members "
+            f"{job.counts['group-of-communicator-users']} groups are listed nowhere: their members "
             "are the ranks that use them, so that one that never did would not be missed"
         )
     lost = job.counts["kept-without-group"]

@@ -72,7 +72,8 @@ class Recorder:
                 "output_dtypes": [dtype],
                 "state": state,
                 "time_discovered_started_ns": None if state == "scheduled" else self.now_ns + 10,
-                "time_discovered_completed_ns": self.now_ns + MS // 2 if done else None,
+                # The watchdog looks only so often.
+                "time_discovered_completed_ns": self.now_ns + 1000 * MS if done else None,
                 "retired": done,
                 "timeout_ms": 600_000,
                 "is_p2p": p2p,

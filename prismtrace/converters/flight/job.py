@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prismtrace.converters.flight.ranks import comms_of, groups_of, rank_of, with_members
+from prismtrace.converters.flight.ranks import comms_of, groups_of, rank_of
 from prismtrace.converters.flight.reading import Dump, read_dump
-from prismtrace.converters.groups import GroupBook
+from prismtrace.converters.groups import GroupBook, NamedGroup
 from prismtrace.converters.placing import Assignment, RankComms, assign_groups
 from prismtrace.errors import RankError
 from prismtrace.ranks import MOST_RANKS
@@ -63,10 +63,13 @@ def read_job(
     for dump in dumps.values():
         counts.update(dump.counts)
     world_size = _world_size(dumps, groups)
-    listed = {rank: groups_of(dump) for rank, dump in dumps.items()}
-    book = GroupBook.build(
-        world_size, with_members(listed, world_size, groups, counts), groups, counts
-    )
+    # Ranks without a dump are listed, too, so that the members of groups are told from use even so.
+    listed: dict[int, tuple[NamedGroup, ...]] = dict.fromkeys(range(world_size), ())
+    for rank, dump in dumps.items():
+        listed[rank] = tuple(
+            group for group in groups_of(dump) if group.ranks or group.name not in groups
+        )
+    book = GroupBook.build(world_size, listed, groups, counts)
     comms = {rank: comms_of(rank, dumps[rank].entries) for rank in sorted(dumps)}
     return FlightJob(
         world_size=world_size,

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from prismtrace.converters.flight.reading import Dump, Entry
 from prismtrace.converters.groups import NamedGroup
+from prismtrace.converters.inputs import rank_in_name
 from prismtrace.converters.placing import RankComms
 from prismtrace.errors import RankError
 
-__all__ = ["comms_of", "groups_of", "rank_of", "with_members"]
+__all__ = ["comms_of", "groups_of", "rank_of"]
 
-_RANK_IN_NAME = (r"rank[-_]?(\d{1,9})", r"(\d{1,9})(?:\.\D\w*)*$")
+_LAST_NUMBER = re.compile(r"(\d{1,9})(?:\.\D\w*)*$")
 # How long an operation may last of which neither end nor timeout is known.
 _LONGEST_NS = 24 * 3600 * 10**9
 
@@ -30,12 +29,11 @@ def rank_of(path: Path, given: int | None) -> int:
     """
     if given is not None:
         return given
-    for pattern in _RANK_IN_NAME:
-        found = {int(number) for number in re.findall(pattern, path.name, re.IGNORECASE)}
-        if len(found) == 1:
-            return found.pop()
-        if found:
-            break
+    if (named := rank_in_name(path)) is not None:
+        return named
+    # Files are called whatever TORCH_FR_DUMP_TEMP_FILE says, and then the rank.
+    if last := _LAST_NUMBER.search(path.name):
+        return int(last[1])
     raise RankError(
         "a flight-recorder dump does not say which rank it is, and its name does not either",
         where=str(path),
@@ -44,57 +42,19 @@ def rank_of(path: Path, given: int | None) -> int:
 
 
 def groups_of(dump: Dump) -> tuple[NamedGroup, ...]:
-    """The groups that a dump lists, then those that its entries use; the latter without ranks."""
+    """The groups that a dump lists, then those that its entries use.
+
+    gloo's recorder lists no ranks: those that use a name are the members then.
+    """
     listed = {group.name for group in dump.groups}
     used: dict[str, str] = {}
     for comm in {entry.comm for entry in dump.entries}:
         if comm.group_name is not None and comm.group_name not in listed:
             used.setdefault(comm.group_name, comm.group_desc or "")
-    return dump.groups + tuple(NamedGroup(name, used[name], None) for name in sorted(used))
-
-
-def with_members(
-    listed: Mapping[int, Sequence[NamedGroup]],
-    world_size: int,
-    given: Collection[str],
-    counts: Counter[str],
-) -> dict[int, tuple[NamedGroup, ...]]:
-    """Give groups of which no dump lists the ranks those that use them.
-
-    gloo's recorder lists no ranks. A rank that uses a group belongs to it; the first group is
-    everybody's.
-
-    Args:
-        listed: rank -> groups as `groups_of` returns them.
-        world_size: ranks of the job.
-        given: names of groups whose ranks the user told.
-        counts: groups whose members were found this way are counted.
-    """
-    known = {group.name for groups in listed.values() for group in groups if group.ranks}
-    users: dict[str, list[int]] = {}
-    for rank in sorted(listed):
-        for group in listed[rank]:
-            if group.ranks is None and group.name not in known and group.name not in given:
-                users.setdefault(group.name, []).append(rank)
-    everybody = {
-        group.name
-        for groups in listed.values()
-        for group in groups
-        if "default_pg" in (group.name, group.desc)
-    }
-    counts["group-members-from-use"] += len(users.keys() - everybody)
-
-    def completed(group: NamedGroup) -> NamedGroup:
-        if group.ranks is not None or group.name not in users:
-            return group
-        if group.name in everybody:
-            return replace(group, ranks=tuple(range(world_size)))
-        return replace(group, ranks=tuple(users[group.name]))
-
-    return {
-        rank: tuple(completed(group) for group in groups if group.ranks or group.name not in given)
-        for rank, groups in listed.items()
-    }
+    return dump.groups + tuple(
+        NamedGroup(name, used[name], None, shared_name=used[name] != "default_pg")
+        for name in sorted(used)
+    )
 
 
 def comms_of(rank: int, entries: Sequence[Entry]) -> RankComms:
