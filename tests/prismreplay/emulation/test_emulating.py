@@ -88,7 +88,7 @@ def test_a_second_time_nothing_is_run(commands, train):
     [
         ({"inject": ("rank=5,scale=2",)}, ["run"]),
         ({"sandbox": (1, 2)}, ["run"]),
-        ({"comm_table": Path("table.parquet")}, ["merge", "run"]),
+        ({"comm_table": Path("table.parquet")}, ["slice", "merge", "run"]),
         ({"sandbox_size": 4}, ["slice", "merge", "run"]),
         ({"world_size": 8}, ALL),
     ],
