@@ -33,6 +33,10 @@ def convert_file(
         from prismtrace.converters.chakra.rank import convert_chakra
 
         return (convert_chakra(path, found, stem.with_suffix(".parquet"), options, given_rank),)
+    if found is SourceFormat.PYTORCH_ET:
+        from prismtrace.converters.pytorch_et.structure import convert_execution_trace
+
+        return (convert_execution_trace(path, stem.with_suffix(".parquet"), given_rank),)
     if found in DUMPS:
         from prismtrace.converters.flight.converting import convert_dump
 

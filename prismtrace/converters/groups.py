@@ -22,7 +22,7 @@ from prismtrace.input_files import require_readable, unreadable
 from prismtrace.ranks import MOST_RANKS, format_ranks, parse_ranks
 from prismtrace.schema import ProcessGroup
 
-__all__ = ["GroupBook", "GroupKey", "NamedGroup", "read_groups_file"]
+__all__ = ["GroupBook", "GroupKey", "NamedGroup", "read_groups_file", "united"]
 
 Ranks = tuple[int, ...]
 
@@ -55,6 +55,14 @@ class NamedGroup:
     position: int | None = None
     """The rank's own place in the group."""
     size: int | None = None
+
+
+def united(one: Sequence[NamedGroup], other: Sequence[NamedGroup]) -> tuple[NamedGroup, ...]:
+    """What two files list of one rank's groups; the first is believed where both name a group."""
+    known = {group.name for group in one if group.ranks is not None}
+    told = [group for group in other if group.name not in known and group.ranks is not None]
+    named = {group.name for group in told}
+    return (*(group for group in one if group.name not in named), *told)
 
 
 def read_groups_file(path: Path) -> dict[str, Ranks]:

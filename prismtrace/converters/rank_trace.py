@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from prismtrace.converters.groups import NamedGroup
 from prismtrace.converters.placing import RankComms
 
-__all__ = ["RankFacts", "RankOptions", "RankTrace"]
+__all__ = ["Beside", "RankFacts", "RankOptions", "RankTrace", "beside_of"]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A file that tells more about the rank of another one; size and time tell its versions."""
+
+    rank: int | None
+    """Null: the only one, of the only other file."""
+    path: str
+    size: int
+    mtime_ns: int
 
 
 @dataclass(frozen=True)
@@ -22,6 +34,8 @@ class RankOptions:
     recover: bool = False
     rank_of_pid: tuple[tuple[str, int], ...] = ()
     """``PID`` or ``FILE:PID`` -> rank, for files that hold several processes."""
+    execution_traces: tuple[Beside, ...] = ()
+    """Execution traces beside profiles of the same ranks."""
 
 
 @dataclass(frozen=True)
@@ -64,3 +78,8 @@ class RankTrace:
     """The nodes have times."""
     highest_rank: int = 0
     """Of those that communications name as partners."""
+
+
+def beside_of(beside: Sequence[Beside], rank: int) -> Path | None:
+    """The file that tells more about a rank, if there is one."""
+    return next((Path(entry.path) for entry in beside if entry.rank in (rank, None)), None)

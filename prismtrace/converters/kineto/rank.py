@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from prismtrace.converters.groups import NamedGroup
+from prismtrace.converters.groups import NamedGroup, united
 from prismtrace.converters.inputs import rank_in_name
 from prismtrace.converters.kineto.annotate import annotate
 from prismtrace.converters.kineto.carried import CommOp
@@ -23,7 +23,7 @@ from prismtrace.converters.kineto.spans import build_nodes
 from prismtrace.converters.parts import disk_errors
 from prismtrace.converters.placing import RankComms
 from prismtrace.converters.profile import Profile
-from prismtrace.converters.rank_trace import RankFacts, RankOptions, RankTrace
+from prismtrace.converters.rank_trace import RankFacts, RankOptions, RankTrace, beside_of
 from prismtrace.errors import InputFileError, RankError
 
 __all__ = ["convert_rank", "find_rank", "gpu_issued", "refuse_losses", "write_rank"]
@@ -71,6 +71,15 @@ def convert_rank(
     refuse_losses(file, options)
     rank = find_rank(file, given_rank)
     counts: Counter[str] = Counter(file.counts)
+    groups = tuple(
+        NamedGroup(group.name, group.desc, group.ranks) for group in file.metadata.groups
+    )
+    beside = beside_of(options.execution_traces, rank)
+    if beside is not None:
+        from prismtrace.converters.pytorch_et.joining import join
+
+        file, told = join(file, beside, counts)
+        groups = united(groups, told.groups)
     ops = _operations(file, options, counts)
     annotate(ops, file, options.step_from, counts)
     found = RankFacts(
@@ -78,9 +87,7 @@ def convert_rank(
         world_size=file.metadata.world_size,
         host=file.metadata.host_name,
         clock=file.metadata.host_name,
-        groups=tuple(
-            NamedGroup(group.name, group.desc, group.ranks) for group in file.metadata.groups
-        ),
+        groups=groups,
         source="kineto",
     )
     unit = "kernel" if file.has_gpu else "operator"

@@ -1,0 +1,1 @@
+"""PyTorch execution traces: what was called, with which tensors and groups; no times."""
