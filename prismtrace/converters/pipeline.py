@@ -31,6 +31,7 @@ from prismtrace.converters.kineto.events import check_keep_args
 from prismtrace.converters.matching import match
 from prismtrace.converters.parts import disk_errors, workspace
 from prismtrace.converters.placing import Assignment
+from prismtrace.converters.pytorch_et.joining import apart, require_profiles
 from prismtrace.converters.rank_trace import RankOptions, RankTrace
 from prismtrace.converters.sniff import is_operation_level
 from prismtrace.errors import (
@@ -124,7 +125,8 @@ def convert(
     """Convert PyTorch profiler traces, one file a rank, or an operation-level log into one trace.
 
     Args:
-        inputs: files, folders or glob patterns.
+        inputs: files, folders or glob patterns. Execution traces of PyTorch beside profiles tell
+            groups and sizes that these do not; alone they become a bare trace.
         output: the Parquet file to write.
         ranks: file name or path -> rank, for files that do not tell; of an Nsight Systems export
             with several processes the rank of the first.
@@ -164,23 +166,20 @@ def convert(
         return convert_operations(paths, output, mapping=mapping, strict=strict, progress=progress)
     given = given_ranks(paths, ranks or {})
     target = Path(output)
-    if grain not in ("communication", "kernel"):
-        raise ValueError(f"grain is 'communication' or 'kernel', not {grain!r}")
-    if unmatched not in ("refuse", "keep"):
-        raise ValueError(f"unmatched is 'refuse' or 'keep', not {unmatched!r}")
     keep_args = tuple(dict.fromkeys(keep_args))
-    check_keep_args(keep_args)
-    if keep_args and grain != "kernel":
-        raise TraceError(
-            "arguments of kernels can be kept only where every kernel is a node",
-            hint="add --grain kernel",
-        )
-    step_pattern(step_from)
+    _check_options(grain, unmatched, keep_args, step_from)
     processes = tuple(sorted((rank_of_pid or {}).items()))
-    options = RankOptions(
-        grain, step_from, tuple(comm_kernels), keep_args, recover, rank_of_pid=processes
-    )
     refuse_inputs(target, [*paths, groups])
+    paths, beside = apart(paths, given)
+    options = RankOptions(
+        grain,
+        step_from,
+        tuple(comm_kernels),
+        keep_args,
+        recover,
+        rank_of_pid=processes,
+        execution_traces=beside,
+    )
     named = read_groups_file(Path(groups)) if groups is not None else {}
     with ExitStack() as stack:
         folder = stack.enter_context(workspace(target))
@@ -194,6 +193,7 @@ def convert(
             read = read_kept(tasks, parts, jobs, dask)
         traces = traces_by_rank(read, paths, progress)
         require_processes(traces, options)
+        require_profiles(traces, beside)
         world_size = _world_size(traces, named.values())
         counts: Counter[str] = Counter()
         for trace in traces:
@@ -222,6 +222,20 @@ def convert(
             write_nodes(header, pl.concat(nodes, how="diagonal"), target)
     drop_kept(target)
     return _report(target, header, traces, counts, repairs)
+
+
+def _check_options(grain: str, unmatched: str, keep_args: tuple[str, ...], step_from: str) -> None:
+    if grain not in ("communication", "kernel"):
+        raise ValueError(f"grain is 'communication' or 'kernel', not {grain!r}")
+    if unmatched not in ("refuse", "keep"):
+        raise ValueError(f"unmatched is 'refuse' or 'keep', not {unmatched!r}")
+    check_keep_args(keep_args)
+    if keep_args and grain != "kernel":
+        raise TraceError(
+            "arguments of kernels can be kept only where every kernel is a node",
+            hint="add --grain kernel",
+        )
+    step_pattern(step_from)
 
 
 # --- what the job is ---------------------------------------------------------------------
