@@ -132,6 +132,8 @@ def _show(report: RecordReport | AssembleReport, *, json: bool) -> None:
     ]
     if hasattr(report, "run_s"):
         rows.append(("time", f"{report.run_s:.1f} s"))
+    if log_dir := getattr(report, "log_dir", None):
+        rows.append(("logs", str(log_dir)))
     rows += [(name, f"{number:,}") for name, number in report.policies.items()]
     for name, text in rows:
         print(f"{name + ':':<26} {text}")

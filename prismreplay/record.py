@@ -6,6 +6,7 @@ they make their first process group, put ours around torch's own (`runtime.boots
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import shutil
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from prismreplay.collect.claiming import Claim
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.errors import ProgramError, RankFailedError
@@ -38,7 +40,11 @@ _ENTRY_POINT = "prismreplay.runtime.bootstrap:autoload"
 
 @dataclass(frozen=True)
 class RecordReport:
-    """What was recorded. `run_s` is how long the program took, in seconds."""
+    """What was recorded.
+
+    `run_s` is how long the program took, in seconds; `log_dir` where the output of ranks is that
+    were started here, None if a launcher started them.
+    """
 
     output: Path
     world_size: int
@@ -48,6 +54,7 @@ class RecordReport:
     groups: int
     policies: dict[str, int]
     run_s: float
+    log_dir: Path | None
 
 
 def record(
@@ -77,20 +84,21 @@ def record(
     Raises:
         ProgramError: the program cannot be started, or is none that communicates.
         RankFailedError: a rank failed, or the launcher did.
-        OutputError: trace, spools or logs cannot be written.
+        OutputError: trace, spools or logs cannot be written, or another run writes them.
     """
     writable_target(output)
     spools = output.with_suffix(".spools")
-    _make_empty(spools)
-    begun = time.monotonic()
     logs = log_dir or output.with_suffix(".logs")
-    try:
-        _run(words, spools, program, ranks, logs, quiet_stdout=quiet_stdout)
-    except RankFailedError as error:
-        raise _with_hint(error, spools, output) from error
-    ran = time.monotonic() - begun
-    made = assemble_spools(spools, output, progress=progress)
-    shutil.rmtree(spools)
+    with contextlib.closing(Claim(spools)):
+        _make_empty(spools)
+        begun = time.monotonic()
+        try:
+            _run(words, spools, program, ranks, logs, quiet_stdout=quiet_stdout)
+        except RankFailedError as error:
+            raise _with_hint(error, spools, output) from error
+        ran = time.monotonic() - begun
+        made = assemble_spools(spools, output, progress=progress)
+        shutil.rmtree(spools)
     return RecordReport(
         output=output,
         world_size=made.world_size,
@@ -100,6 +108,7 @@ def record(
         groups=made.groups,
         policies=made.policies,
         run_s=ran,
+        log_dir=None if program is None else logs,
     )
 
 
@@ -120,8 +129,12 @@ def record_spools(
         raise OutputError(
             "the folder holds spools of another run", where=str(spools), hint="name a new one"
         )
-    _make_empty(spools)
-    _run(words, spools, program, ranks, log_dir or spools, quiet_stdout=False)
+    logs = log_dir or spools
+    # Logs in the same folder claim it themselves.
+    alone = program is None or logs != spools
+    with contextlib.closing(Claim(spools)) if alone else contextlib.nullcontext():
+        _make_empty(spools)
+        _run(words, spools, program, ranks, logs, quiet_stdout=False)
 
 
 def _run(

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from prismreplay.collect.claiming import Claim
 from prismtrace.output import output_error
 
 __all__ = ["RankLogs", "Streams"]
@@ -52,15 +53,16 @@ class RankLogs:
     shown: Collection[int]
     errors_only: bool = False
     _pipes: dict[int, _Shown] = field(default_factory=dict)
+    _claim: Claim | None = None
 
     def prepare(self) -> None:
-        """Make the folder empty of logs.
+        """Make the folder empty of logs, and ours until `close`.
 
         Raises:
-            OutputError: it cannot be made.
+            OutputError: it cannot be made, or another run writes there.
         """
+        self._claim = Claim(self.folder)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             for old in self.folder.glob("rank-*.log"):
                 old.unlink()
         except OSError as error:
@@ -95,7 +97,8 @@ class RankLogs:
     @property
     def descriptors(self) -> list[int]:
         """Everything open here, for children to close."""
-        return [*self._pipes, *{one.log for one in self._pipes.values()}]
+        claim = [] if self._claim is None else [self._claim.descriptor]
+        return [*claim, *self._pipes, *{one.log for one in self._pipes.values()}]
 
     def pump(self, pipe: int) -> bool:
         """Pass on what a shown rank has written; False at its end."""
@@ -123,6 +126,9 @@ class RankLogs:
         for log in {one.log for one in self._pipes.values()}:
             os.close(log)
         self._pipes.clear()
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
 
     def shows(self, rank: int) -> bool:
         """Whether all that a rank prints is passed on, so that nobody need print it again."""

@@ -370,10 +370,15 @@ def _last_line(error: BaseException) -> str:
 def _show(error: BaseException) -> None:
     """Print it as the interpreter would; of our own errors only the program's part."""
     error.__traceback__ = _own_frames(error.__traceback__)
+    hint = None
     if isinstance(error, PrismError):
         _cut_at_ours(error.__traceback__)
+        error.__cause__, error.__suppress_context__ = None, True
+        hint = error.hint
     with contextlib.suppress(Exception):
         sys.excepthook(type(error), error, error.__traceback__)
+        if hint:
+            print(f"  hint: {hint}", file=sys.stderr)
 
 
 def _own_frames(found: types.TracebackType | None) -> types.TracebackType | None:

@@ -75,6 +75,7 @@ def test_a_run_is_recorded_and_explains_itself(tmp_path, write_program, run_comm
     assert not (tmp_path / "run.spools").exists()
     report = json.loads(done.stdout)
     assert (report["ranks"], report["steps"]) == ([0, 1], [0, 1, 2, 3])
+    assert report["log_dir"] == "run.logs"
     trace = pt.open(tmp_path / "run.parquet")
     # gloo runs two collectives of a group at a time: they may overlap.
     assert {each.rule for each in pt.validate(trace)} <= {"overlap"}
@@ -112,8 +113,27 @@ def test_gloo_s_threads_end_before_the_interpreter(write_program, run_command, d
         "prismreplay", "record", "--nproc-per-node", 2, "--", write_program(text=text)
     )
     assert done.returncode == 0, done.stderr
+    assert "logs:                      recorded.logs" in done.stdout
     assert "python" in done.stdout
     assert "gloo" not in done.stdout
+
+
+def test_a_rank_that_leaves_by_os_exit_is_recorded_whole(write_program, run_command):
+    # It runs no exit functions; its data loader's workers are forked, and are not the rank.
+    program = write_program(text=TRAINING)
+    loader = """
+    from torch.utils.data import DataLoader
+    rows = [row for row in DataLoader(torch.arange(4.0), num_workers=1)]
+    assert len(rows) == 4
+    """
+    begin = "for step in range(4):"
+    text = program.read_text().replace(begin, dedent(loader) + begin)
+    program.write_text(text.replace("dist.destroy_process_group()", "os._exit(0)"))
+    done = run_command("prismreplay", "record", "--nproc-per-node", 2, "--json", "--", program)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["ranks"], report["steps"]) == ([0, 1], [0, 1, 2, 3])
+    assert report["policies"].get("cut-rank", 0) == 0
 
 
 def test_any_launcher_will_do(tmp_path, write_program, run_command):
@@ -187,7 +207,7 @@ def test_what_cannot_be_recorded(write_program, run_command):
     assert "nowhere" in done.stderr
 
 
-def test_interrupting_ends_all_ranks(tmp_path, write_program, command_env):
+def test_interrupting_ends_all_ranks(tmp_path, write_program, command_env, run_command):
     program = write_program(f"open(f'{tmp_path}/pid-{{rank}}', 'w').write(str(os.getpid()))")
     program.write_text(program.read_text().replace("optimizer.step()", "time.sleep(60)"))
     command = subprocess.Popen(
@@ -203,6 +223,10 @@ def test_interrupting_ends_all_ranks(tmp_path, write_program, command_env):
         assert time.monotonic() < limit
         assert command.poll() is None
         time.sleep(0.1)
+    # Meanwhile the output is this run's; another one of that name would mix with it.
+    second = run_command("prismreplay", "record", "--nproc-per-node", 2, "--", program)
+    assert second.returncode == 1
+    assert "another run is writing to this folder" in second.stderr
     command.send_signal(signal.SIGTERM)
     assert command.wait(20) == 143
     for path in pids:

@@ -215,6 +215,42 @@ def test_processes_that_a_rank_forks_are_not_the_rank(run: Run) -> None:
         assert "prismreplay/" not in log  # frames of ours
 
 
+def test_a_rank_that_asks_its_user_is_told_how_else(run: Run) -> None:
+    with pytest.raises(RankFailedError, match="EOFError: EOF when reading a line") as caught:
+        run("dist.barrier(); input()", 2)
+    assert "standard input of ranks is empty" in str(caught.value.hint)
+
+
+def test_a_rank_that_closes_files_that_it_did_not_open_is_told(run: Run) -> None:
+    with pytest.raises(RankFailedError, match="ended with exit code 1") as caught:
+        run("dist.barrier(); os.closerange(3, 1024); dist.barrier()", 2)
+    # It can tell nobody but its log.
+    assert "does the program close files that it did not open" in caught.value.report
+    assert "program.py" in caught.value.report
+
+
+def test_programs_that_start_their_ranks_themselves_have_a_hint(run: Run) -> None:
+    program = """
+        import torch.multiprocessing
+        def train(rank):
+            dist.all_reduce(torch.ones(1))
+        torch.multiprocessing.start_processes(train, nprocs=1, start_method="fork")
+    """
+    with pytest.raises(RankFailedError, match="ProcessRaisedException") as caught:
+        run(program, 1)
+    assert "let it be one rank, as under torchrun" in str(caught.value.hint)
+
+
+def test_a_rank_that_becomes_another_program_is_told(run: Run) -> None:
+    program = """
+        dist.barrier()
+        os.execv(sys.executable, [sys.executable, "-c", "print('another')"])
+    """
+    report, logs = run(program, 2)
+    assert logs == ["another\n"] * 2
+    assert report.policies["cut-rank"] == 2
+
+
 def test_what_an_exception_says_is_one_line(run: Run) -> None:
     program = """
         raise ValueError("first" + chr(10) + "second\\nTraceback (most recent call last):\\n x")
