@@ -13,6 +13,9 @@ ReplayError                  a run on this machine cannot start or went wrong
 ├── FoldError                replicas cannot stand for each other
 ├── HostsError               hosts of one run do not find each other
 ├── CommBenchError           communications cannot be measured here
+├── PluginError              the CUDA plugin cannot do what it is asked
+│   ├── PluginUnavailableError  a GPU, its driver, cuda-python or a CUDA torch is missing
+│   └── PluginTimeoutError   a party of a pruned communication did not arrive
 └── SliceError               slices of other jobs in the way, or a graph that cannot be sliced
 """
 
@@ -29,6 +32,9 @@ __all__ = [
     "MismatchError",
     "MockRouterError",
     "PlanError",
+    "PluginError",
+    "PluginTimeoutError",
+    "PluginUnavailableError",
     "ProgramError",
     "RankFailedError",
     "ReplayError",
@@ -155,3 +161,21 @@ class HostsError(ReplayError):
     """Hosts of one run do not find each other, or one of them is gone."""
 
     code = "hosts"
+
+
+class PluginError(ReplayError):
+    """The CUDA plugin cannot do what it is asked, or the driver refuses."""
+
+    code = "plugin"
+
+
+class PluginUnavailableError(PluginError):
+    """What the CUDA plugin needs is missing: a GPU, its driver, cuda-python, a CUDA torch."""
+
+    code = "plugin-unavailable"
+
+
+class PluginTimeoutError(PluginError):
+    """A party of a pruned communication did not arrive in time."""
+
+    code = "plugin-timeout"
