@@ -12,14 +12,15 @@ FAMILIES = {
 }
 COUNT = re.compile(r'counts\[(?:"([a-z0-9-]+)"|f"([a-z]+)-\{)')
 OTHER = re.compile(
-    r'"((?:(?:dropped|kept|early|unmatched)-|merge\.)[a-z0-9-]+)"'
+    r'"((?:(?:dropped|kept|early|unmatched|cut)-|merge\.)[a-z0-9-]+)"'
     r'|"((?:ended|operations|ranks)-[a-z-]+)": '
 )
 
 
 def _sources(repo):
     folders = ("prismtrace/converters", "prismcalib")
-    return {path: path.read_text() for name in folders for path in (repo / name).rglob("*.py")}
+    paths = [path for name in folders for path in (repo / name).rglob("*.py")]
+    return {path: path.read_text() for path in [*paths, repo / "prismtrace/cutting.py"]}
 
 
 def _counted(repo):
