@@ -23,6 +23,7 @@ from prismtrace.converters.first_pass import (
     require_processes,
     traces_by_rank,
 )
+from prismtrace.converters.flight.resolving import dumps_beside, groups_from_dumps
 from prismtrace.converters.groups import GroupBook, GroupKey, read_groups_file
 from prismtrace.converters.inputs import PathLike, expand_inputs, given_ranks
 from prismtrace.converters.kept import drop_kept, kept_folder
@@ -126,7 +127,8 @@ def convert(
 
     Args:
         inputs: files, folders or glob patterns. Execution traces of PyTorch beside profiles tell
-            groups and sizes that these do not; alone they become a bare trace.
+            groups and sizes that these do not; alone they become a bare trace. So do dumps of the
+            flight recorder, which tell the groups of collectives.
         output: the Parquet file to write.
         ranks: file name or path -> rank, for files that do not tell; of an Nsight Systems export
             with several processes the rank of the first.
@@ -170,7 +172,8 @@ def convert(
     _check_options(grain, unmatched, keep_args, step_from)
     processes = tuple(sorted((rank_of_pid or {}).items()))
     refuse_inputs(target, [*paths, groups])
-    paths, beside = apart(paths, given)
+    dumps = dumps_beside(paths)
+    paths, beside = apart([path for path in paths if path not in dumps], given)
     options = RankOptions(
         grain,
         step_from,
@@ -198,6 +201,7 @@ def convert(
         counts: Counter[str] = Counter()
         for trace in traces:
             counts.update(trace.counts)
+        traces = groups_from_dumps(traces, dumps, given, counts)
         book = GroupBook.build(
             world_size, {trace.rank: trace.groups for trace in traces}, named, counts
         )
@@ -212,7 +216,8 @@ def convert(
                 hint="leave out --strict to accept them; they are counted in the trace's header",
             )
         table, ids = book.table(used)
-        header = _header(traces, world_size, table, counts, repairs)
+        sources = [*dict.fromkeys(trace.path for trace in traces), *sorted(dumps)]
+        header = _header(traces, sources, world_size, table, counts, repairs)
         streams = {label: number for number, label in header.streams.items()}
         with disk_errors(target):
             whole = [
@@ -348,6 +353,7 @@ def _complete(
 
 def _header(
     traces: Sequence[RankTrace],
+    sources: Sequence[Path],
     world_size: int,
     groups: tuple[ProcessGroup, ...],
     counts: Counter[str],
@@ -371,7 +377,7 @@ def _header(
         clock=_clock_domains(traces),
         steps=tuple(sorted({step for trace in traces for step in trace.steps})),
         created_by=f"prismtrace convert {__version__}",
-        sources=tuple(utf8_text(path.name) for path in dict.fromkeys(t.path for t in traces)),
+        sources=tuple(utf8_text(path.name) for path in sources),
         policies=repairs,
         extra={"convert": informative} | ({"processes": processes} if processes else {}),
     )
