@@ -9,24 +9,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prismreplay.command_options import (
+    Json,
+    LocalWorldSize,
+    MockRouter,
+    Program,
+    ShmDir,
+    WorldSize,
+    read_ranks,
+    shown_ranks,
+)
 from prismtrace import console
 
 if TYPE_CHECKING:
     from prismreplay.collect.collecting import CollectReport
     from prismreplay.tensors.choices import TensorChoices
 
-__all__ = ["LateBar", "collect", "read_ranks"]
+__all__ = ["LateBar", "collect"]
 
 
 def collect(
-    program: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="-- SCRIPT.py [ARGUMENTS]...",
-            help="The program and its own arguments, after two dashes. -m NAME runs a module.",
-        ),
-    ],
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")],
+    program: Program,
+    world_size: WorldSize,
     devices: Annotated[
         int | None,
         typer.Option(min=1, help="Devices to run them on. Default: the CPU cores."),
@@ -37,10 +41,7 @@ def collect(
     output: Annotated[Path, typer.Option("-o", "--output", help="The graph to write.")] = Path(
         "bare.parquet"
     ),
-    local_world_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Ranks of one host, as the program sees it. Default: all."),
-    ] = None,
+    local_world_size: LocalWorldSize = None,
     log_dir: Annotated[
         Path | None,
         typer.Option(help="Where the output of ranks goes. Default: beside the graph."),
@@ -48,10 +49,7 @@ def collect(
     show_rank: Annotated[
         str, typer.Option(help="Ranks whose output is shown, as in 0,3-5; all; none.")
     ] = "0",
-    shm_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder for tensors that ranks hand over. Default: memory."),
-    ] = None,
+    shm_dir: ShmDir = None,
     tensors: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,10 +65,7 @@ def collect(
     sandbox: Annotated[
         str, typer.Option(metavar="RANKS", help="Ranks that sandbox-facing means, as in 0-3.")
     ] = "",
-    mock_router: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.toml", help="Shares of tokens that experts get."),
-    ] = None,
+    mock_router: MockRouter = None,
     fold: Annotated[
         str | None,
         typer.Option(
@@ -82,7 +77,7 @@ def collect(
     check_replicas: Annotated[
         bool, typer.Option(help="With --fold: run the last replica too, and compare.")
     ] = True,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Run a program on all ranks of a big job, a few at a time, and write its graph.
 
@@ -118,7 +113,7 @@ def collect(
         per_device=per_device,
         local_world_size=local_world_size,
         log_dir=log_dir,
-        shown=_shown(show_rank, world_size),
+        shown=shown_ranks(show_rank, world_size),
         quiet_stdout=json,
         shm_dir=shm_dir,
         tensors=choices,
@@ -172,25 +167,6 @@ def _check_options(world_size: int, local_world_size: int | None, shm_dir: Path 
         )
     if shm_dir is not None and not shm_dir.is_dir():
         raise typer.BadParameter(f"--shm-dir {shm_dir} is no folder")
-
-
-def _shown(text: str, world_size: int) -> tuple[int, ...]:
-    if text == "all":
-        return tuple(range(world_size))
-    return () if text in ("none", "") else read_ranks("--show-rank", text, world_size)
-
-
-def read_ranks(option: str, text: str, world_size: int) -> tuple[int, ...]:
-    """Ranks as an option names them; wrong ones are wrong usage."""
-    from prismtrace.ranks import parse_ranks
-
-    try:
-        ranks = parse_ranks(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{option} {text}: {error}") from error
-    if any(rank >= world_size for rank in ranks):
-        raise typer.BadParameter(f"{option} {text}: there are {world_size} ranks, from 0")
-    return ranks
 
 
 def _tensor_choices(world_size: int, sandbox: str, **options: Any) -> TensorChoices:

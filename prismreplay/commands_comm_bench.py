@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prismreplay.command_options import Json
 from prismtrace import console
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def comm_bench(
     rounds: Annotated[
         int, typer.Option(min=1, help="Samples of each operation, taken in turns with the others.")
     ] = 5,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Measure how long communications take here, over the real backend.
 

@@ -9,6 +9,13 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
+from prismreplay.command_options import (
+    LocalWorldSize,
+    MockRouter,
+    Program,
+    WorldSize,
+    read_ranks,
+)
 from prismtrace import console
 
 if TYPE_CHECKING:
@@ -29,14 +36,8 @@ _MOST_LOSSES = 6
 
 
 def emulate(
-    program: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="-- SCRIPT.py [ARGUMENTS]...",
-            help="The program and its own arguments, after two dashes. -m NAME runs a module.",
-        ),
-    ],
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")],
+    program: Program,
+    world_size: WorldSize,
     devices: Annotated[
         int | None,
         typer.Option(
@@ -58,10 +59,7 @@ def emulate(
         int | None,
         typer.Option(min=1, help="Ranks of a slice that are real. Default: one a device."),
     ] = None,
-    local_world_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Ranks of one host, as the program sees it. Default: all."),
-    ] = None,
+    local_world_size: LocalWorldSize = None,
     tensors: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,10 +67,7 @@ def emulate(
             help="What virtual ranks send, before what was recorded here. Default: that alone.",
         ),
     ] = None,
-    mock_router: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.toml", help="Shares of tokens that experts get."),
-    ] = None,
+    mock_router: MockRouter = None,
     comm_table: Annotated[
         Path | None,
         typer.Option(
@@ -107,7 +102,9 @@ def emulate(
 
     Example: prismreplay emulate --world-size 16 --devices 2 -- train.py --steps 5
     """
-    chosen = _ranks(sandbox, world_size)
+    chosen = tuple(sorted(set(read_ranks("--sandbox", sandbox, world_size))))
+    if not chosen:
+        raise typer.BadParameter("--sandbox: name at least one rank, as in 0-1")
     if local_world_size is not None and local_world_size > world_size:
         raise typer.BadParameter(
             f"--local-world-size is more than the {world_size} ranks there are"
@@ -167,18 +164,6 @@ class _Told:
 
     def _say(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
-
-
-def _ranks(text: str, world_size: int) -> tuple[int, ...]:
-    from prismtrace.ranks import parse_ranks
-
-    try:
-        ranks = tuple(sorted(set(parse_ranks(text))))
-    except ValueError as error:
-        raise typer.BadParameter(f"--sandbox {text}: {error}") from error
-    if not ranks or ranks[-1] >= world_size:
-        raise typer.BadParameter(f"--sandbox {text}: there are {world_size} ranks, from 0")
-    return ranks
 
 
 def _print(done: Emulation) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prismreplay.commands_collect import read_ranks
+from prismreplay.command_options import Json, read_ranks
 from prismtrace import console
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def plan(
             help="Change virtual ranks, as in rank=12,kind=compute,scale=1.4. Repeatable.",
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Work out when virtual ranks arrive, for runs of the same ranks: once instead of each time.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prismreplay.command_options import Json
 from prismtrace import console
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def record(
             help="Where the output of ranks goes that are started here. Default: beside the trace."
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Record a true run of a program: which rank computes and communicates when.
 

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prismreplay.commands_collect import LateBar, read_ranks
+from prismreplay.command_options import (
+    Json,
+    LocalWorldSize,
+    MockRouter,
+    Program,
+    ShmDir,
+    VirtualTensors,
+    read_ranks,
+    shown_ranks,
+    tensor_sources,
+)
+from prismreplay.commands_collect import LateBar
 from prismtrace import console
 
 if TYPE_CHECKING:
@@ -38,24 +49,11 @@ def run(
             readable=False, help="The job's calibrated trace, as `prismcalib merge` wrote it."
         ),
     ],
-    program: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="-- SCRIPT.py [ARGUMENTS]...",
-            help="The program and its own arguments, after two dashes. -m NAME runs a module.",
-        ),
-    ],
+    program: Program,
     sandbox: Annotated[
         str, typer.Option(metavar="RANKS", help="Ranks that run for real, as in 0-3.")
     ] = "0",
-    tensors: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="RULES|FOLDER|builtin:NAME",
-            help="What virtual ranks send: rules, or a recording. Repeatable; the first that "
-            "answers counts. Default: the recording beside the graph.",
-        ),
-    ] = None,
+    tensors: VirtualTensors = None,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The sandbox ranks' trace.")
     ] = Path("run.parquet"),
@@ -122,10 +120,7 @@ def run(
             "started this same command.",
         ),
     ] = False,
-    local_world_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Ranks of one host, as the program sees it. Default: all."),
-    ] = None,
+    local_world_size: LocalWorldSize = None,
     log_dir: Annotated[
         Path | None,
         typer.Option(help="Where the output of ranks goes. Default: beside the trace."),
@@ -134,15 +129,9 @@ def run(
         str | None,
         typer.Option(help="Ranks whose output is shown, as in 0,3-5; all; none. Default: one."),
     ] = None,
-    shm_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder for tensors that ranks hand over. Default: memory."),
-    ] = None,
-    mock_router: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.toml", help="Shares of tokens that experts get."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    shm_dir: ShmDir = None,
+    mock_router: MockRouter = None,
+    json: Json = False,
 ) -> None:
     """Run a few ranks of a job for real; all others are virtual and arrive when they would.
 
@@ -176,7 +165,7 @@ def run(
     world_size = trace.header.world_size
     ranks = read_ranks("--sandbox", sandbox, world_size)
     edits = edits_of(inject or (), ranks)
-    sources = _sources(graph, tensors)
+    sources = tensor_sources(graph, tensors)
     folder = next((Path(source) for source in sources if Path(source).is_dir()), None)
     if check and folder is None:
         raise typer.BadParameter("--check needs a recording: --tensors FOLDER")
@@ -185,7 +174,7 @@ def run(
         tensors=read_choices(tensors=sources, mock_router=mock_router),
         local_world_size=local_world_size,
         log_dir=log_dir,
-        shown=_shown(show_rank, world_size),
+        shown=None if show_rank is None else shown_ranks(show_rank, world_size),
         quiet_stdout=json,
         shm_dir=shm_dir,
         check=RecordedTensors(folder) if check and folder is not None else None,
@@ -229,21 +218,6 @@ def _elsewhere(
     folder = log_dir or output.with_suffix(f".host{met.number}.logs")
     run_elsewhere(call, world_size, options, met.channels, folder)
     return None
-
-
-def _sources(graph: Path, tensors: list[str] | None) -> list[str]:
-    beside = graph.with_suffix(".tensors")
-    if tensors is None and beside.is_dir():
-        return [str(beside)]
-    return tensors or []
-
-
-def _shown(text: str | None, world_size: int) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    if text == "all":
-        return tuple(range(world_size))
-    return () if text in ("none", "") else read_ranks("--show-rank", text, world_size)
 
 
 def _timing(

@@ -9,6 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prismreplay.command_options import (
+    Json,
+    LocalWorldSize,
+    MockRouter,
+    Program,
+    ShmDir,
+    VirtualTensors,
+    shown_ranks,
+    tensor_sources,
+)
 from prismtrace import console
 
 if TYPE_CHECKING:
@@ -22,13 +32,7 @@ def slice_(
         Path,
         typer.Argument(readable=False, help="The job's graph, as `prismreplay collect` wrote it."),
     ],
-    program: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="-- SCRIPT.py [ARGUMENTS]...",
-            help="The program and its own arguments, after two dashes. -m NAME runs a module.",
-        ),
-    ],
+    program: Program,
     sandbox_size: Annotated[int, typer.Option(min=1, help="Ranks that are real at a time.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the slices.")] = Path(
         "slices"
@@ -41,14 +45,7 @@ def slice_(
             "the emulator, and several run at once where there is room. Default: the CPU cores.",
         ),
     ] = None,
-    tensors: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="RULES|FOLDER|builtin:NAME",
-            help="What virtual ranks send: rules, or a recording. Repeatable; the first that "
-            "answers counts. Default: the recording beside the graph.",
-        ),
-    ] = None,
+    tensors: VirtualTensors = None,
     repeat: Annotated[int, typer.Option(min=1, help="Executions of every slice.")] = 1,
     refine: Annotated[
         int,
@@ -76,10 +73,7 @@ def slice_(
     only: Annotated[
         int | None, typer.Option(min=0, help="Run this slice alone, again if it is there.")
     ] = None,
-    local_world_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Ranks of one host, as the program sees it. Default: all."),
-    ] = None,
+    local_world_size: LocalWorldSize = None,
     assistants: Annotated[
         int,
         typer.Option(
@@ -102,15 +96,9 @@ def slice_(
     show_rank: Annotated[
         str, typer.Option(help="Ranks whose output is shown, as in 0,3-5; all; none.")
     ] = "none",
-    shm_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder for tensors that ranks hand over. Default: memory."),
-    ] = None,
-    mock_router: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.toml", help="Shares of tokens that experts get."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    shm_dir: ShmDir = None,
+    mock_router: MockRouter = None,
+    json: Json = False,
 ) -> None:
     """Measure every rank of a job, a few at a time, among virtual ones.
 
@@ -133,12 +121,13 @@ def slice_(
     from prismreplay.slicing.running import perform, prepare
     from prismreplay.slicing.workers import WorkError
     from prismreplay.tensors.choices import read_choices
+    from prismtrace.ranks import MOST_RANKS
 
     options = SliceOptions(
         graph=graph,
         sandbox_size=sandbox_size,
         devices=devices,
-        tensors=read_choices(tensors=_sources(graph, tensors), mock_router=mock_router),
+        tensors=read_choices(tensors=tensor_sources(graph, tensors), mock_router=mock_router),
         repeats=repeat,
         refine=refine,
         tolerance=settled,
@@ -146,7 +135,7 @@ def slice_(
         steps=_steps(steps),
         only=only,
         local_world_size=local_world_size,
-        shown=_shown(show_rank),
+        shown=shown_ranks(show_rank, MOST_RANKS),
         quiet_stdout=json,
         shm_dir=shm_dir,
         comm_table=comm_table,
@@ -176,13 +165,6 @@ def slice_(
         _print(report, options)
 
 
-def _sources(graph: Path, tensors: list[str] | None) -> list[str]:
-    beside = graph.with_suffix(".tensors")
-    if tensors is None and beside.is_dir():
-        return [str(beside)]
-    return tensors or []
-
-
 def _steps(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
@@ -195,17 +177,6 @@ def _steps(text: str | None) -> tuple[int, int] | None:
     if not 0 <= begin <= end:
         raise typer.BadParameter(f"--steps {text}: give the first and the last, as in 2-5")
     return begin, end
-
-
-def _shown(text: str) -> tuple[int, ...]:
-    from prismtrace.ranks import MOST_RANKS, parse_ranks
-
-    if text == "all":
-        return tuple(range(MOST_RANKS))
-    try:
-        return () if text in ("none", "") else parse_ranks(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"--show-rank {text}: {error}") from error
 
 
 def _print(report: SlicingReport, options: SliceOptions) -> None:
