@@ -216,25 +216,24 @@ def _ranges(nvtx: pl.DataFrame, payloads: Payloads) -> tuple[pl.DataFrame, dict[
         call = Call(start, end, name, payloads.decode(text, binary))
         calls.setdefault(tid, []).append(call)
     plain = nvtx.filter(~is_call)
-    names = plain.get_column("name").unique()
-    shown = {name: _SUFFIX.sub("", name) for name in names.to_list()}
-    is_operator = {
-        name: name.startswith(_BACKWARD) or name == _RECORD or bool(_OPERATOR.fullmatch(name))
-        for name in set(shown.values())
-    }
-    events = plain.with_columns(
-        dims=pl.when(pl.col("name").str.starts_with(_RECORD)).then(
-            pl.col("name").map_elements(_sizes, return_dtype=pl.String)
-        ),
-        name=pl.col("name").replace_strict(shown, return_dtype=pl.String),
-    ).with_columns(
-        cat=pl.when(pl.col("name").replace_strict(is_operator, return_dtype=pl.Boolean))
-        .then(pl.lit("cpu_op", dtype=_CATEGORY))
-        .otherwise(pl.lit("user_annotation", dtype=_CATEGORY))
+    written = plain.get_column("name").to_list()
+    names = [_SUFFIX.sub("", name) for name in written]
+    dims = [_sizes(name) if name.startswith(_RECORD) else None for name in written]
+    categories = ["cpu_op" if _is_operator(name) else "user_annotation" for name in names]
+    events = plain.select(
+        pl.Series("cat", categories, dtype=_CATEGORY),
+        pl.Series("name", names, dtype=pl.String),
+        "tid",
+        pl.Series("dims", dims, dtype=pl.String),
+        start_ns="start",
+        dur_ns="end",
     )
-    return events.select(
-        "cat", "name", "tid", "dims", start_ns="start", dur_ns="end"
-    ), calls  # fmt: skip
+    return events, calls
+
+
+def _is_operator(name: str) -> bool:
+    """Whether a range is around an operator; the others are what people wrote."""
+    return name.startswith(_BACKWARD) or name == _RECORD or bool(_OPERATOR.fullmatch(name))
 
 
 def _sizes(name: str) -> str | None:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from prismtrace.converters.nsys.database import Database
 
@@ -66,7 +67,7 @@ def read_session(database: Database, counts: Counter[str]) -> Session:
             environment[match[1]] = match[2].strip('"')
         elif what.startswith("ARGUMENT_"):
             arguments.append(str(value))
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in pairwise([*arguments, ""]):
         match = _OPTION.fullmatch(argument)
         if match:
             options.setdefault(match[1].replace("-", "_"), match[2])
