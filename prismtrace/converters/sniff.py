@@ -82,7 +82,9 @@ def sniff(path: Path) -> SourceFormat:
         return SourceFormat.OPS_CSV
     if _is_chakra(head):
         return SourceFormat.CHAKRA
-    # Its content is not documented; the name only improves what is said about it.
+    # Of what is damaged or not documented the name only improves what is said about it.
+    if path.name.endswith((".et", ".et.gz")):
+        return SourceFormat.CHAKRA
     return SourceFormat.NSYS_REPORT if path.suffix in _NSYS_REPORTS else SourceFormat.UNKNOWN
 
 
@@ -194,7 +196,8 @@ def _is_chakra(head: bytes) -> bool:
             break
         frame = head[at : at + length]
         complete = len(frame) == length
-        if not (complete or len(head) >= _HEAD_BYTES) or not _is_message(frame, complete=complete):
+        cut_off = frames > 0 or len(head) >= _HEAD_BYTES
+        if not (complete or cut_off) or not _is_message(frame, complete=complete):
             return False
         frames += 1
         at += length
@@ -202,12 +205,12 @@ def _is_chakra(head: bytes) -> bool:
 
 
 def _is_message(data: bytes, *, complete: bool) -> bool:
-    """Fields 1 to 10 in protobuf's wire format; the last may be cut off when not complete."""
+    """Fields 1 to 15 in protobuf's wire format; the last may be cut off when not complete."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
         field, wire_type = key >> 3, key & 7
-        if not 1 <= field <= 10:
+        if not 1 <= field <= 15:
             return False
         if wire_type == 0:
             value, at = _varint(data, at)

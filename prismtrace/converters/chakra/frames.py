@@ -34,6 +34,7 @@ _VALUES = 1  # of the inputs
 _PLAIN = (7, 9, 11, 13, 27)
 _ZIGZAG = (15, 17)
 _BOOL_LIST, _STRING = 28, 29
+_MOST_NAMES = 1 << 16
 _GROUP_NODE = b"## process_group:init ##"
 
 
@@ -199,7 +200,7 @@ def _metadata(block: Block, attributes: Fields) -> dict[str, int | str]:
     found: dict[str, int | str] = {}
     for position in range(len(attributes.number)):
         mine = inner.take(inner.message == position)
-        names = list(block.texts(mine.of(1, LENGTH_DELIMITED).spans))
+        names = block.texts(mine.of(1, LENGTH_DELIMITED).spans)
         if not names:
             continue
         name = names[0].decode(errors="replace")
@@ -257,17 +258,20 @@ def _scalar(found: Fields, number: int, count: int) -> Ints:
 
 def _names(reader: _Reader, block: Block, found: Fields, count: int) -> list[str]:
     """Names; few are different, so each is decoded once."""
-    names = [""] * count
     mine = found.of(_NAME, LENGTH_DELIMITED)
+    texts = block.texts(mine.spans)
     known = reader.names
-    for position, text in zip(mine.message.tolist(), block.texts(mine.spans), strict=True):
-        name = known.get(text)
-        if name is None:
-            if len(known) > 65536:
-                known.clear()
-            name = known[text] = text.decode(errors="replace")
-        names[position] = name
-    return names
+    if len(known) > _MOST_NAMES:
+        known.clear()
+    for text in set(texts).difference(known):
+        known[text] = text.decode(errors="replace")
+    names = list(map(known.__getitem__, texts))
+    if len(names) == count and (mine.message == np.arange(count)).all():
+        return names
+    column = [""] * count
+    for position, name in zip(mine.message.tolist(), names, strict=True):
+        column[position] = name
+    return column
 
 
 def _deps(block: Block, found: Fields, number: int) -> tuple[Ints, Ints, Ints]:

@@ -13,6 +13,7 @@ from prismtrace.converters.chakra.ordering import known
 from prismtrace.converters.chakra.wire import Bools, Ints
 from prismtrace.converters.groups import NamedGroup
 from prismtrace.converters.kineto.carried import CommOp
+from prismtrace.converters.kineto.names import CommPatterns, collective_kind
 from prismtrace.errors import GroupError
 from prismtrace.schema import REDUCING_KINDS, ROOTED_KINDS, DType, Kind, ReduceOp
 
@@ -60,6 +61,7 @@ def meanings(
     nodes: ChakraNodes,
     position: Ints,
     groups: dict[str, NamedGroup],
+    patterns: CommPatterns,
     counts: Counter[str],
     *,
     where: str,
@@ -70,6 +72,7 @@ def meanings(
         nodes: what the file says.
         position: the order of the nodes.
         groups: those that the file lists, under the names that its nodes use.
+        patterns: what names of kernels say, for collectives of which no number does.
         counts: kinds that are not known are counted.
         where: the file, for errors.
 
@@ -77,7 +80,7 @@ def meanings(
         GroupError: a collective spans some dimensions of a network and names no group.
     """
     count = len(nodes)
-    kind, told = _kinds(nodes, counts)
+    kind, told = _kinds(nodes, patterns, counts)
     kind, told = kind[position], told[position]
     is_comm = ~np.isin(kind, [_CODE[Kind.COMPUTE], _CODE[Kind.MEMCPY]])
     size = known(nodes.numbers.get("comm_size"), count)[position]
@@ -106,7 +109,7 @@ def meanings(
     )
 
 
-def _kinds(nodes: ChakraNodes, counts: Counter[str]) -> tuple[Ints, Bools]:
+def _kinds(nodes: ChakraNodes, patterns: CommPatterns, counts: Counter[str]) -> tuple[Ints, Bools]:
     """Code of the kind of each node, and whether an attribute of `export`'s says it."""
     count = len(nodes)
     kind = np.full(count, _CODE[Kind.COMPUTE], dtype=np.int64)
@@ -129,8 +132,10 @@ def _kinds(nodes: ChakraNodes, counts: Counter[str]) -> tuple[Ints, Bools]:
         kind[calls] = _CODE[Kind.COMPUTE]
     else:
         kind[calls & collective & (comm_type == UNKNOWN)] = _CODE[Kind.COMPUTE]
-    unknown = kind == _CODE[Kind.OTHER_COMM]
-    counts["unknown-comm-type"] += int(unknown.sum())
+    for at in np.flatnonzero(kind == _CODE[Kind.OTHER_COMM]).tolist():
+        named = patterns.kind(nodes.name[at]) or collective_kind(nodes.name[at])
+        counts["unknown-comm-type"] += named is None
+        kind[at] = _CODE[named or Kind.OTHER_COMM]
     told = np.zeros(count, dtype=np.bool_)
     for at, text in enumerate(nodes.texts.get("kind", [])):
         if text in _NAMES:

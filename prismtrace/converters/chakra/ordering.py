@@ -17,11 +17,7 @@ from prismtrace.converters.chakra.nodes import UNKNOWN, ChakraNodes
 from prismtrace.converters.chakra.wire import Bools, Ints
 from prismtrace.errors import InputFileError
 
-__all__ = ["Edges", "Order", "add_stream_order", "assign_lanes", "lay_out", "order_nodes"]
-
-_MOST_LANES = 256
-"""Streams for nodes that name none, before lanes are used again by nodes that are not known to
-follow each other."""
+__all__ = ["Edges", "Order", "add_stream_order", "known", "lay_out", "order_nodes"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +30,12 @@ class Edges:
     @classmethod
     def of(cls, node: Ints, dep: Ints, count: int) -> Edges:
         """Sorted and without repetition; `count` is the number of nodes."""
-        both = np.unique(node * count + dep)
-        return cls(both // count, both % count)
+        # Nearly sorted already: a stable sort takes one pass over what is.
+        both = np.sort(node * count + dep, kind="stable")
+        if len(both):
+            both = both[np.concatenate([[True], both[1:] != both[:-1]])]
+        node, dep = np.divmod(both, max(count, 1))
+        return cls(node, dep)
 
     def offsets(self, count: int) -> Ints:
         """Where the edges of each node begin; one entry more than nodes."""
@@ -162,6 +162,8 @@ def _sorted(edges: Edges, priority: Ints) -> tuple[Ints, Bools]:
 
 
 def _renumbered(edges: Edges, order: Ints, count: int) -> Order:
+    if (order == np.arange(count)).all():
+        return Order(order, edges)
     new = np.empty(count, dtype=np.int64)
     new[order] = np.arange(count)
     return Order(order, Edges.of(new[edges.node], new[edges.dep], count))
@@ -224,84 +226,6 @@ def add_stream_order(edges: Edges, stream: Ints, chained: Bools, count: int) -> 
     is_last = np.ones(len(node), dtype=np.bool_)
     is_last[:-1] = (node[1:] != node[:-1]) | (stream[dep][1:] != stream[dep][:-1])
     return Edges.of(node[is_last], dep[is_last], count)
-
-
-def assign_lanes(
-    edges: Edges, stream: Ints, base: int, kind: Ints, dur: Ints, counts: Counter[str]
-) -> tuple[Ints, Ints, Edges]:
-    """Streams for nodes that name none (−1): a node follows one that it waits for, if only
-    by way of others.
-
-    Args:
-        edges: between positions in order.
-        stream: number of each node's stream, or −1.
-        base: number of the first new stream.
-        kind: 0 or 1; nodes of different kinds are put on different streams.
-        dur: durations in any unit.
-        counts: nodes that had to wait for a stream are counted.
-
-    Returns:
-        The streams of all nodes, the kind of every new stream, and the edges, with those of
-        nodes that had to wait.
-    """
-    count = len(stream)
-    begin, deps = edges.offsets(count).tolist(), edges.dep.tolist()
-    given, kinds, durations = stream.tolist(), kind.tolist(), dur.tolist()
-    tails: list[int] = []
-    kind_of: list[int] = []
-    lane = [-1] * count
-    end = [0] * count
-    before = [[-1] * count, [-1] * count]
-    """By kind, the latest node of that kind that a node is or waits for, as far as seen."""
-    free: dict[int, list[tuple[int, int]]] = {}
-    added: list[tuple[int, int]] = []
-    for node in range(count):
-        mine = deps[begin[node] : begin[node + 1]]
-        at = max([end[dep] for dep in mine], default=0)
-        end[node] = at + durations[node]
-        chosen = -1
-        for earlier in before:
-            earlier[node] = max([earlier[dep] for dep in mine], default=-1)
-        for dep in mine:
-            last = before[kinds[node]][dep]
-            if last >= 0 and tails[lane[last]] == last:
-                chosen = lane[last]
-                break
-        if given[node] >= 0:
-            continue
-        before[kinds[node]][node] = node
-        if chosen < 0 and len(tails) >= _MOST_LANES:
-            chosen = _free_lane(free.get(kinds[node], []), at, tails, end)
-            if chosen >= 0:
-                added.append((node, tails[chosen]))
-        if chosen < 0:
-            chosen = len(tails)
-            tails.append(node)
-            kind_of.append(kinds[node])
-        tails[chosen], lane[node] = node, chosen
-        heapq.heappush(free.setdefault(kinds[node], []), (end[node], chosen))
-    counts["assumed-stream-order"] += len(added)
-    if added:
-        more = np.array(added, dtype=np.int64)
-        edges = Edges.of(
-            np.concatenate([edges.node, more[:, 0]]), np.concatenate([edges.dep, more[:, 1]]), count
-        )
-    lanes = np.array(lane, dtype=np.int64)
-    return np.where(stream < 0, lanes + base, stream), np.array(kind_of, dtype=np.int64), edges
-
-
-def _free_lane(heap: list[tuple[int, int]], at: int, tails: list[int], end: list[int]) -> int:
-    """The lane that has been free for longest; −1 if none is."""
-    while heap:
-        ended, lane = heap[0]
-        if end[tails[lane]] != ended:
-            heapq.heappop(heap)  # something else has run on it since
-        elif ended <= at:
-            heapq.heappop(heap)
-            return lane
-        else:
-            break
-    return -1
 
 
 def lay_out(edges: Edges, dur: Ints) -> Ints:

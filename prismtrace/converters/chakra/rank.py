@@ -15,13 +15,13 @@ import polars as pl
 from prismtrace.converters.chakra.feeder import read_feeder
 from prismtrace.converters.chakra.frames import Frames, read_frames
 from prismtrace.converters.chakra.kinds import WORLD, Meaning, meanings
+from prismtrace.converters.chakra.lanes import assign_lanes
 from prismtrace.converters.chakra.listed import group_configs, own_groups
 from prismtrace.converters.chakra.nodes import ChakraNodes
 from prismtrace.converters.chakra.ordering import (
     Edges,
     Order,
     add_stream_order,
-    assign_lanes,
     known,
     lay_out,
     order_nodes,
@@ -31,6 +31,7 @@ from prismtrace.converters.content import read_blocks
 from prismtrace.converters.dep_lists import lists_by_owner
 from prismtrace.converters.groups import NamedGroup
 from prismtrace.converters.inputs import rank_in_name
+from prismtrace.converters.kineto.names import CommPatterns
 from prismtrace.converters.parts import disk_errors
 from prismtrace.converters.placing import RankComms
 from prismtrace.converters.rank_trace import RankOptions, RankTrace
@@ -103,7 +104,8 @@ def convert_chakra(
     )
     _check_times(nodes, path)
     own_named = own_groups(_text(facts, "process_groups"), str(path))
-    meaning = meanings(nodes, order.position, own_named, counts, where=str(path))
+    patterns = CommPatterns.parse(options.comm_kernels)
+    meaning = meanings(nodes, order.position, own_named, patterns, counts, where=str(path))
     placed = _place(nodes, order, meaning, facts, counts)
     table = _table(nodes, order.position, meaning, placed)
     with disk_errors(nodes_path.parent.parent):
@@ -243,14 +245,14 @@ def _streams(nodes: ChakraNodes, position: Ints, names: dict[int, str]) -> tuple
     on_cpu = known(nodes.numbers.get("is_cpu_op"), count)[position] == 1
     on_cpu &= stream < 0
     number = np.where(stream >= 0, stream, thread)
-    both, code = np.unique(np.stack([on_cpu, number]), axis=1, return_inverse=True)
+    values, place = np.unique(number, return_inverse=True)
+    used, code = np.unique(2 * place + on_cpu, return_inverse=True)
     labels = []
-    for cpu, value in both.T.tolist():
-        label = f"cpu thread {value}" if cpu else f"stream {value}"
-        labels.append(names.get(value, label) if not cpu else label)
-    code = code.reshape(-1).astype(np.int64)
-    # Those that name none lie at the front of each half; their lanes are numbered later.
-    return np.where(number < 0, -1, code), labels
+    for value, cpu in zip(values[used // 2].tolist(), (used % 2).tolist(), strict=True):
+        label = f"cpu thread {value}" if cpu else names.get(value, f"stream {value}")
+        labels.append(label)
+    # Lanes of those that name none are numbered later.
+    return np.where(number < 0, -1, code).astype(np.int64), labels
 
 
 def _table(nodes: ChakraNodes, position: Ints, meaning: Meaning, placed: _Placed) -> pl.DataFrame:

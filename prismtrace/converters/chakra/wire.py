@@ -9,7 +9,6 @@ The format is described in https://protobuf.dev/programming-guides/encoding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -211,11 +210,11 @@ class Block:
             found = found[self._bytes[spans.begin[found] + place] == byte]
         return found
 
-    def texts(self, spans: Spans) -> Iterator[bytes]:
+    def texts(self, spans: Spans) -> list[bytes]:
         """The bytes of each span."""
         data = self.data
-        for begin, end in zip(spans.begin.tolist(), spans.end.tolist(), strict=True):
-            yield data[begin:end]
+        ends = zip(spans.begin.tolist(), spans.end.tolist(), strict=True)
+        return [data[begin:end] for begin, end in ends]
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
