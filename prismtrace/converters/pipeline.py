@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import polars as pl
-
 from prismtrace import __version__
+from prismtrace.converters.completing import complete_nodes, one_after_another
 from prismtrace.converters.first_pass import (
     read_files,
     read_kept,
@@ -24,14 +23,13 @@ from prismtrace.converters.first_pass import (
     traces_by_rank,
 )
 from prismtrace.converters.flight.resolving import dumps_beside, groups_from_dumps
-from prismtrace.converters.groups import GroupBook, GroupKey, read_groups_file
+from prismtrace.converters.groups import GroupBook, read_groups_file
 from prismtrace.converters.inputs import PathLike, expand_inputs, given_ranks
 from prismtrace.converters.kept import drop_kept, kept_folder
 from prismtrace.converters.kineto.annotate import step_pattern
 from prismtrace.converters.kineto.events import check_keep_args
 from prismtrace.converters.matching import match
 from prismtrace.converters.parts import disk_errors, workspace
-from prismtrace.converters.placing import Assignment
 from prismtrace.converters.pytorch_et.joining import apart, require_profiles
 from prismtrace.converters.rank_trace import RankOptions, RankTrace
 from prismtrace.converters.sniff import is_operation_level
@@ -42,8 +40,8 @@ from prismtrace.errors import (
 )
 from prismtrace.output import refuse_inputs, utf8_text
 from prismtrace.ranks import MOST_RANKS
-from prismtrace.schema import ClockDomain, Kind, ProcessGroup, TraceHeader, TraceKind
-from prismtrace.trace import node_ids, write_nodes
+from prismtrace.schema import ClockDomain, ProcessGroup, TraceHeader, TraceKind
+from prismtrace.trace import write_nodes
 
 __all__ = ["ConvertReport", "convert", "expand_inputs"]
 
@@ -221,10 +219,10 @@ def convert(
         streams = {label: number for number, label in header.streams.items()}
         with disk_errors(target):
             whole = [
-                _complete(trace, assignments[trace.rank], ids, streams, folder) for trace in traces
+                complete_nodes(trace, assignments[trace.rank], ids, streams, folder)
+                for trace in traces
             ]
-            nodes = [pl.scan_parquet(path, glob=False) for path in whole]
-            write_nodes(header, pl.concat(nodes, how="diagonal"), target)
+            write_nodes(header, one_after_another(whole), target)
     drop_kept(target)
     return _report(target, header, traces, counts, repairs)
 
@@ -297,58 +295,6 @@ def _world_size(traces: Sequence[RankTrace], groups: Iterable[Sequence[int]]) ->
 
 
 # --- second pass --------------------------------------------------------------------------
-
-
-def _complete(
-    trace: RankTrace,
-    assignment: Assignment,
-    ids: Mapping[GroupKey, int],
-    streams: Mapping[str, int],
-    folder: Path,
-) -> Path:
-    """Add id, rank, group, seq and partner to one rank's nodes; the file of the whole.
-
-    It takes the place of the nodes' file where that one is in `folder`; else it is kept.
-    """
-    whole = folder / f"{trace.rank}.whole.parquet"
-    if trace.nodes.parent == folder:
-        whole = trace.nodes
-    lost = [
-        comm.kind.is_p2p and peer is None
-        for comm, peer in zip(trace.comms.comm, assignment.peer, strict=True)
-    ]
-    matched = pl.DataFrame(
-        {
-            "index": pl.Series(trace.comms.index, dtype=pl.Int32),
-            "group": [None if key is None else ids[key] for key in assignment.group],
-            "seq": assignment.seq,
-            "peer": assignment.peer,
-            "nbytes": assignment.nbytes,
-            "lost": lost,
-        },
-        schema_overrides={
-            "group": pl.Int32,
-            "seq": pl.Int64,
-            "peer": pl.Int32,
-            "nbytes": pl.Int64,
-            "lost": pl.Boolean,
-        },
-    )
-    nodes = pl.read_parquet(trace.nodes, glob=False).join(
-        matched, on="index", how="left", maintain_order="left"
-    )
-    rank = pl.lit(trace.rank, dtype=pl.Int32)
-    nodes.with_columns(
-        id=node_ids(rank, pl.col("index")),
-        rank=rank,
-        real=pl.lit(value=True),
-        stream=pl.col("stream").replace_strict(dict(streams), return_dtype=pl.Int16),
-        bytes=pl.coalesce("nbytes", "bytes"),
-        kind=pl.when(pl.col("lost").fill_null(value=False))
-        .then(pl.lit(Kind.OTHER_COMM.value))
-        .otherwise(pl.col("kind")),
-    ).drop("nbytes", "lost").write_parquet(whole, compression="lz4")
-    return whole
 
 
 def _header(
