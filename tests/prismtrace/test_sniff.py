@@ -32,7 +32,8 @@ TEXTS = {
     b"rank 0 started\n": SourceFormat.UNKNOWN,
     CHAKRA: SourceFormat.CHAKRA,
     CHAKRA[8:]: SourceFormat.CHAKRA,
-    CHAKRA[:-1]: SourceFormat.UNKNOWN,
+    CHAKRA[:-1]: SourceFormat.CHAKRA,  # cut off
+    CHAKRA[8:-1]: SourceFormat.UNKNOWN,
     b"dp_rank,stage,step,optype,start_ts\n0,0,0,gc,1\n": SourceFormat.OPS_CSV,
     pickle.dumps({"version": "2.10", "entries": []}): SourceFormat.FLIGHT_RECORDER,
     pickle.dumps([1, 2]): SourceFormat.UNKNOWN,
