@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from prismtrace.converters.files import convert_file
@@ -39,7 +40,7 @@ def read_kept(tasks: Sequence[Task], folder: Path, jobs: int, dask: str | None) 
     """
     keys = [part_key(*task) for task in tasks]
     calls = [
-        (path.absolute(), folder, key, options, rank)
+        (path.absolute(), folder, key, _absolute(options), rank)
         for key, (path, options, rank) in zip(keys, tasks, strict=True)
     ]
     if dask is None:
@@ -51,6 +52,14 @@ def read_kept(tasks: Sequence[Task], folder: Path, jobs: int, dask: str | None) 
     with closing(made):
         for key, (path, _, _), _ in zip(keys, tasks, made, strict=True):
             yield load_part(path, folder, key)
+
+
+def _absolute(options: RankOptions) -> RankOptions:
+    """The same for a process in another folder."""
+    beside = tuple(
+        replace(found, path=str(Path(found.path).absolute())) for found in options.execution_traces
+    )
+    return replace(options, execution_traces=beside)
 
 
 def _processes(jobs: int, tasks: Sequence[object]) -> int:
