@@ -1,4 +1,7 @@
-"""What people say in the names of annotations: which step, which microbatch, which part of it."""
+"""What people say in the names of annotations: which step, which microbatch, which part of it.
+
+Or that something is copied between a device's memory and the host's, and nothing else done.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,21 @@ _STEP = re.compile(
     r"(?:profiler|train(?:ing)?|global)?[ _]?(?:step|iteration|iter)[ _#:=]*(\d{1,9})",
     re.IGNORECASE,
 )
+_COPY = re.compile(r"(?:offload|reload|memcpy|h2d|d2h|htod|dtoh)(?![a-z])", re.IGNORECASE)
 _MICROBATCH = re.compile(r"(?:micro[ _-]?batch|mb)[ _#:=]*(\d{1,9})", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Annotation:
-    """What a name says; null where it says nothing."""
+    """What a name says; null where it says nothing.
+
+    `copies`: it begins with offload, reload, memcpy, h2d or d2h.
+    """
 
     step: int | None = None
     microbatch: int | None = None
     phase: Phase | None = None
+    copies: bool = False
 
 
 def phase_in_name(name: str) -> Phase | None:
@@ -45,4 +53,5 @@ def read_annotation(name: str) -> Annotation:
         step=None if step is None else int(step[1]),
         microbatch=None if microbatch is None else int(microbatch[1]),
         phase=phase_in_name(name),
+        copies=_COPY.match(name) is not None,
     )

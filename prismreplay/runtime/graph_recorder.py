@@ -5,7 +5,8 @@ hands rows to a `prismtrace.SpanWriter`. Collecting and recording use the same o
 graphs can be compared: all structure follows from the order of events, never from times.
 
 Events cut the program into segments, each a node that computes: a communication is issued, a
-wait begins or ends, a step, microbatch, chunk or phase begins or ends. There is no segment
+wait begins or ends, a step, microbatch, chunk or phase begins or ends. In a range that the program
+names as a copy between device and host, segments are nodes that copy. There is no segment
 
 - between issuing a communication and waiting for it when one call of torch.distributed does both,
 - between the operations of a batch, nor between waits for operations of one batch.
@@ -27,6 +28,7 @@ from types import FrameType
 from prismreplay.runtime.operations import Call, Group, Op
 from prismreplay.runtime.program_position import Place, ProgramPosition
 from prismtrace.recorder import SpanWriter
+from prismtrace.schema import Kind
 from prismtrace.spool import COMPUTE, NODE, TAG
 
 __all__ = ["GraphRecorder", "calling_frames"]
@@ -34,6 +36,9 @@ __all__ = ["GraphRecorder", "calling_frames"]
 _RUNTIME = str(Path(__file__).parent)
 _C10D = ("distributed_c10d.py", "c10d_logger.py")
 _P2P = (Call.SEND, Call.RECV)
+_MEMCPY = Kind.MEMCPY.value
+_NO_COMMUNICATION = (None,) * 6
+"""Group, seq, peer, bytes, dtype and reduction."""
 
 
 def calling_frames() -> Sequence[Hashable]:
@@ -210,11 +215,14 @@ class GraphRecorder:
         previous = [] if self._segment is None else [self._segment]
         deps = [index - earlier for earlier in (*previous, *self._waited)]
         duration = None if now is None or self._since is None else now - self._since
+        name, place = self._note or phase, (step, microbatch, chunk, phase)
         self._writer.add(
             (
-                COMPUTE, index, self._note or phase, self._program, step, microbatch, chunk, phase,
+                NODE, index, _MEMCPY, name, self._program, None, *place, *_NO_COMMUNICATION,
                 self._since, duration, deps,
             )
+            if self.position.copying
+            else (COMPUTE, index, name, self._program, *place, self._since, duration, deps)
         )  # fmt: skip
         self._segment = index
         self._waited.clear()

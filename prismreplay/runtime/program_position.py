@@ -49,6 +49,7 @@ class ProgramPosition:
         step: the current one.
         step_done: the last one that is over.
         note: name of the innermost range that the program is in.
+        copying: how many ranges it is in that copy between a device's memory and the host's.
         uncertain: the current step is counted, and no optimizer has stepped in it yet.
     """
 
@@ -59,6 +60,7 @@ class ProgramPosition:
     step: int | None = None
     step_done: int | None = None
     note: str | None = None
+    copying: int = 0
     uncertain: bool = False
     _explicit: bool = False
     _last_step: int = -1
@@ -142,6 +144,11 @@ class ProgramPosition:
         self.note = name
         if said.step is not None:
             self._begin_step(said.step)
+        if said.copies:
+            # A copy is a segment of its own.
+            self.settle()
+            self.cut(self.place())
+            self.copying += 1
         self._move(lambda: self._ranges.append((name, said)))
 
     def end_range(self, name: str) -> None:
@@ -153,6 +160,9 @@ class ProgramPosition:
         left = [known for known, _ in self._ranges]
         left.pop(places[-1])
         self.note = left[-1] if left else None
+        if said.copies:
+            self.cut(self.place())
+            self.copying -= 1
         self._move(lambda: self._ranges.pop(places[-1]))
         if said.step is not None:
             self.settle()

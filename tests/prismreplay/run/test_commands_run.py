@@ -75,6 +75,12 @@ def test_a_sandbox_rank_learns_what_it_would(toy):
     trace = pt.open(toy / "run.parquet")
     assert (trace.header.kind, trace.header.ranks) == (TraceKind.RECORDED, (1,))
     assert pt.validate(trace) == []
+    call("prismtrace.cli", "export", toy / "run.parquet", "-o", toy / "run.json")
+    events = json.loads((toy / "run.json").read_text())["traceEvents"]
+    spans = [one for one in events if one["ph"] == "X"]
+    assert {one["pid"] for one in spans} == {1}
+    assert {"step", "compute", "all_reduce"} <= {one["cat"] for one in spans}
+    assert all(one["dur"] >= 0 for one in spans)
 
 
 @pytest.mark.slow

@@ -119,6 +119,34 @@ def test_collectives_of_a_group_queue_up(tmp_path, pair):
     ]
 
 
+def test_a_range_that_copies_is_a_node_of_its_own(tmp_path):
+    clock = iter(range(0, 1000, 10))
+    rank = Rank(tmp_path, size=1, clock=lambda: next(clock))
+    rank.position.optimizer_made()
+    rank.blocking()
+    rank.position.begin_range("microbatch 1")
+    rank.position.begin_range("offload activation")
+    rank.position.end_range("offload activation")
+    rank.position.end_range("microbatch 1")
+    rank.position.begin_range("reload")
+    rank.blocking()
+    rank.position.end_range("reload")
+    rank.position.begin_optimizer("sgd")
+    rank.position.end_optimizer("sgd")
+    rows = rows_of(tmp_path, rank, kind=TraceKind.RECORDED)
+    found = rows.filter(step=0).select("kind", "name", "microbatch").rows()
+    copied = [row for row in found if row[0] == "memcpy"]
+    # What a range that copies does beside a communication is copying, too.
+    assert copied == [
+        ("memcpy", "offload activation", 1), ("memcpy", "reload", None), ("memcpy", "reload", None)
+    ]  # fmt: skip
+    at = found.index(copied[0])
+    assert [row[0] for row in found[at - 1 : at + 2]] == ["compute", "memcpy", "compute"]
+    deps = rows.filter(kind="memcpy")["deps"].to_list()
+    assert deps == [[1], [1], [2, 1]]
+    assert rows["dur_ns"].null_count() == 0
+
+
 def test_operations_of_a_batch_have_nothing_between_them(tmp_path, pair):
     for rank, other in zip(pair, (1, 0), strict=True):
         tokens = [
