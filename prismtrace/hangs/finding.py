@@ -122,8 +122,10 @@ def _behind(
     entries = job.dumps[rank].entries
     found: list[tuple[Key, Key]] = []
     for key, instance in instances.items():
-        position = instance.position.get(rank, -1)
-        head = heads.get(places[position], position) if position >= 0 else position
+        if rank not in instance.position:
+            continue
+        position = instance.position[rank]
+        head = heads.get(places[position], position)
         batch = entries[position].batch
         if head >= position or (batch is not None and batch == entries[head].batch):
             continue
