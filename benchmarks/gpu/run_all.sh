@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU: tests, compute-sanitizer, benchmarks. Goes on after a part that
+# fails; each part has a time limit; the end of the output sums up, and OUT holds the rest.
+#
+#   benchmarks/gpu/run_all.sh [--full] [--out FOLDER]
+#
+# PYTHON is the interpreter (python3). By default it ends within 130 s, and tests only the plugin;
+# --full runs all GPU tests, longer benchmarks, and takes up to ten minutes.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+out="${OUT:-gpu-results}" full=()
+while (($#)); do
+    case "$1" in
+        --full) full=(--full) ;;
+        --out) out="$2"; shift ;;
+        *) sed -n '2,9p' "${BASH_SOURCE[0]}"; exit 2 ;;
+    esac
+    shift
+done
+python="${PYTHON:-python3}"
+mkdir -p "$out"
+out="$(cd "$out" && pwd)"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+scale=1
+((${#full[@]})) && scale=5
+
+names=() states=()
+# part NAME SECONDS COMMAND...: runs it, shows it, keeps its output and how it ended.
+part() {
+    local name="$1" limit="$2" begun=$SECONDS state
+    shift 2
+    echo "=== $name (at most $((limit * scale)) s): $*"
+    timeout --signal=INT --kill-after=5 "$((limit * scale))" "$@" 2>&1 | tee "$out/$name.log"
+    state=${PIPESTATUS[0]}
+    names+=("$name")
+    states+=("exit $state after $((SECONDS - begun)) s")
+}
+
+sanitize() {
+    local tool pids=() state=0
+    for tool in memcheck racecheck synccheck; do
+        compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 \
+            "$python" benchmarks/gpu/sanitize.py >"$out/.$tool" 2>&1 &
+        pids+=($!)
+    done
+    for pid in "${pids[@]}"; do wait "$pid" || state=$?; done
+    for tool in memcheck racecheck synccheck; do
+        echo "--- $tool"
+        head -c 20000 "$out/.$tool"
+        rm -f "$out/.$tool"
+    done
+    return "$state"
+}
+export -f sanitize
+export python out
+
+part machine 15 bash -c 'nvidia-smi; "$python" -c "
+import sys, torch, cuda.core, cuda.bindings
+from cuda.bindings import nvrtc
+print(sys.version, torch.__version__, torch.version.cuda, cuda.core.__version__,
+      cuda.bindings.__version__, nvrtc.nvrtcVersion())"'
+part compile 25 "$python" benchmarks/gpu/compile_all.py
+
+# Beside the tests, whose times do not matter; the benchmarks have the machine to themselves.
+sanitizer=
+if command -v compute-sanitizer >/dev/null; then
+    (begun=$SECONDS
+     timeout --signal=INT --kill-after=5 "$((45 * scale))" bash -c sanitize >"$out/sanitizer.log" 2>&1
+     echo "exit $? after $((SECONDS - begun)) s" >"$out/.sanitizer") &
+    sanitizer=$!
+fi
+tests=(tests/prismreplay/plugin)
+((${#full[@]})) && tests=()
+part tests 45 "$python" -m pytest -m gpu -q -W default -p no:cacheprovider --maxfail 12 \
+    --tb=short --durations=5 -o faulthandler_timeout=40 "${tests[@]}"
+names+=(sanitizer)
+if [[ -n "$sanitizer" ]]; then
+    wait "$sanitizer"
+    states+=("$(cat "$out/.sanitizer")")
+    rm -f "$out/.sanitizer"
+    echo "=== sanitizer, beside the tests"
+    head -c 6000 "$out/sanitizer.log"
+else
+    states+=("not run: no compute-sanitizer")
+fi
+part benchmarks 45 "$python" benchmarks/gpu/kernels.py --out "$out" "${full[@]}"
+
+echo "=== summary"
+bad=0
+for number in "${!names[@]}"; do
+    printf '%-12s %s\n' "${names[number]}" "${states[number]}"
+    [[ "${states[number]}" == "exit 0 "* ]] || bad=1
+done
+grep -hE "^(FAILED|ERROR) |passed|failed" "$out/tests.log" | tail -15
+grep -hE "(SUMMARY|--- |Error: |Race reported)" "$out/sanitizer.log" 2>/dev/null | head -30
+exit "$bad"

@@ -1,0 +1,61 @@
+"""A little of every kernel, for compute-sanitizer: blocks that wait for each other in one launch.
+
+compute-sanitizer --tool memcheck python benchmarks/gpu/sanitize.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+from prismreplay.plugin.communicating import PrunedCommunication, link_memory
+from prismreplay.plugin.compensating import compensate
+from prismreplay.plugin.exchange_schedule import exchange
+from prismreplay.plugin.holds import DeviceHolder
+from prismreplay.plugin.ring_schedule import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from prismreplay.plugin.tables import Layout
+from prismreplay.plugin.tree_schedule import tree_all_reduce
+
+LAYOUT = Layout(channels=2, slots=2, slot_bytes=256)
+
+
+def perform(schedule, dtype):
+    communication = PrunedCommunication(
+        schedule, dtype, link_memory(schedule, LAYOUT), LAYOUT, limit_ns=60 * 10**9, lanes=64
+    )
+    buffers = {
+        role: (
+            torch.ones(schedule.source_counts[role]).to(dtype).cuda(),
+            torch.ones(schedule.data_counts[role]).to(dtype).cuda(),
+        )
+        for role in schedule.roles
+    }
+    communication.launch(buffers)
+    communication.check()
+    print("performed", schedule.name, dtype, flush=True)
+
+
+def main():
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32):
+        perform(ring_all_reduce(4, [1, 3], 333, align=16), dtype)
+    perform(ring_reduce_scatter(4, [0, 1], 77), torch.float32)
+    perform(ring_all_gather(4, [0, 1], 77), torch.float32)
+    perform(tree_all_reduce(5, [0, 3], 333, align=4, pieces=3), torch.float32)
+    perform(exchange(4, [0, 2], [[5, 17, 200, 3]] * 4), torch.int32)
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+        for count, inputs in ((1, 1), (5003, 1), (5003, 3)):
+            own = [torch.ones(count).to(dtype).cuda() for _ in range(inputs)]
+            compensate(torch.ones(count).to(dtype).cuda(), own)
+    shifted = torch.ones(1000).cuda()
+    compensate(shifted[3:900], [shifted[1:898]], out=torch.empty(897, device="cuda"))
+    holder = DeviceHolder()
+    times = holder.times(4)
+    holder.stamp(times)
+    holder.hold_after(times[:1], 20_000, seen=times[2:])
+    holder.hold_for(1000)
+    holder.hold_until(0)
+    torch.cuda.synchronize()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
