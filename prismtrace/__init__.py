@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from prismtrace.cutting import SliceOutReport, slice_out
     from prismtrace.differences import Difference, diff
     from prismtrace.errors import PrismError, TraceError
+    from prismtrace.hangs import HangReport, find_hang
     from prismtrace.joining import ConcatReport, concat
     from prismtrace.querying import query
     from prismtrace.recorder import SpanWriter
@@ -51,6 +52,7 @@ __all__ = [
     "Difference",
     "Edge",
     "EdgeKind",
+    "HangReport",
     "Kind",
     "Node",
     "Phase",
@@ -70,6 +72,7 @@ __all__ = [
     "concat",
     "convert",
     "diff",
+    "find_hang",
     "open",
     "query",
     "slice_out",
@@ -86,6 +89,8 @@ _HOMES = {
     "ConcatReport": ("prismtrace.joining", "ConcatReport"),
     "diff": ("prismtrace.differences", "diff"),
     "Difference": ("prismtrace.differences", "Difference"),
+    "find_hang": ("prismtrace.hangs", "find_hang"),
+    "HangReport": ("prismtrace.hangs", "HangReport"),
     "query": ("prismtrace.querying", "query"),
     "slice_out": ("prismtrace.cutting", "slice_out"),
     "SliceOutReport": ("prismtrace.cutting", "SliceOutReport"),

@@ -38,7 +38,7 @@ def convert_dump(path: Path, nodes_path: Path, given_rank: int | None = None) ->
         raise InputFileError(
             "the flight-recorder dump holds no operation",
             where=str(path),
-            hint="set TORCH_FR_BUFFER_SIZE (torch ≤ 2.7: TORCH_NCCL_TRACE_BUFFER_SIZE) for the job",
+            hint="set TORCH_FR_BUFFER_SIZE (older versions: TORCH_NCCL_TRACE_BUFFER_SIZE) for the job",
         )
     counts = Counter(dump.counts)
     counts["events"] = counts["kept"] = len(dump.entries)
