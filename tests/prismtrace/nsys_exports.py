@@ -137,13 +137,19 @@ class Export:
                 offset += 8 if kind in (18, 22) else 4
 
     def write(
-        self, path: Path, *, without: Iterable[str] = (), tables: Mapping[str, str] = TABLES
+        self,
+        path: Path,
+        *,
+        without: Iterable[str] = (),
+        tables: Mapping[str, str] = TABLES,
+        page_bytes: int = 4096,
     ) -> Path:
         """Write the file; `without` names tables, or columns as ``TABLE.column``, to leave out."""
         left_out = set(without)
         rows = {**self.rows, "StringIds": [{"id": i, "value": s} for s, i in self.strings.items()]}
         path.unlink(missing_ok=True)
         with closing(sqlite3.connect(path)) as connection:
+            connection.execute(f"PRAGMA page_size = {page_bytes}")
             connection.execute("PRAGMA journal_mode = OFF")
             for table, columns in tables.items():
                 if table in left_out:
@@ -197,4 +203,28 @@ def small_export(rank: int = 0, world: int = 2) -> Export:
             binaryData=payload(SIZED, 77, 4096, 0),
         )  # fmt: skip
         export.kernel("gemm2", t + 2_000, 300, launch=t + 1_900)
+    return export
+
+
+def two_streams(export: Export) -> Export:
+    """Add what else can be in an export: copies, a graph, a wait for an event, a message."""
+    copy = export.call("cudaMemcpyAsync", 30_000)
+    export.gpu("MEMCPY", 30_100, 9, correlation=copy, bytes=64, copyKind=1)
+    clear = export.call("cudaMemsetAsync", 30_200)
+    export.gpu("MEMSET", 30_300, 9, correlation=clear, bytes=8)
+    graph = export.call("cudaGraphLaunch", 30_400)
+    export.gpu("GRAPH_TRACE", 30_500, 90, correlation=graph, graphId=5)
+    event = {"eventId": 3, "eventSyncId": 11}
+    recorded = export.call("cudaEventRecord", 31_000)
+    pid = export.rows["CUPTI_ACTIVITY_KIND_KERNEL"][0]["globalPid"]
+    export.add("CUPTI_ACTIVITY_KIND_CUDA_EVENT", streamId=7, correlationId=recorded,
+               globalPid=pid, **event)  # fmt: skip
+    waits = export.call("cudaStreamWaitEvent", 31_100)
+    export.gpu("SYNCHRONIZATION", 31_100, 5, correlation=waits, stream=20, syncType=2, **event)
+    export.range("ncclGroupStart", 32_000, 32_005)
+    for k, name in enumerate(("ncclSend", "ncclRecv")):
+        data = payload(PEER, 77, 256, 1)
+        export.range(name, 32_010 + 10 * k, 32_015 + 10 * k, binaryData=data)
+    export.range("ncclGroupEnd", 32_040, 32_090)
+    export.kernel(SEND_RECV, 32_200, launch=32_060, stream=20)
     return export

@@ -130,7 +130,7 @@ class Database:
                 if most < 0:
                     raise sqlite3.DatabaseError("more rows than fit into the file")
                 yield rows
-        except (sqlite3.Error, OverflowError) as error:
+        except (sqlite3.Error, ValueError, OverflowError) as error:  # its texts are not UTF-8 then
             if not self._recover:
                 raise _damaged(self._path, error) from error
             self._counts["truncated"] += 1
@@ -188,7 +188,7 @@ def open_database(
         name = f"file:{quote(bytes(source.absolute()))}?mode=ro&immutable=1"
         try:
             connection = sqlite3.connect(name, uri=True)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ValueError) as error:
             raise _damaged(path, error) from error
         with closing(connection):
             connection.text_factory = _text
@@ -206,7 +206,7 @@ def _ignoring(function: Callable[[str], object], argument: str) -> None:
     """Settings of which an old SQLite knows not all; a damaged file fails later, with a reason."""
     try:
         function(argument)
-    except sqlite3.Error:
+    except (sqlite3.Error, ValueError):
         return
 
 
