@@ -291,7 +291,8 @@ class GroupBook:
         return GroupError(
             message + listed,
             where=f"rank {rank}",
-            hint=f"nothing in the trace tells them apart; {keep}"
+            hint="nothing in the trace tells them apart; dumps of the job's flight recorder, as "
+            f"further inputs, tell the groups of collectives; or {keep}"
             if names
             else f"name the groups with --groups FILE.json, or {keep}",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 from prismtrace.converters.flight.inputs import dump_files
@@ -274,13 +275,13 @@ def _latest(job: FlightJob) -> int:
 
 
 def _desc(job: FlightJob, name: str) -> str:
+    """What the program calls a group, if it does."""
     for dump in job.dumps.values():
-        for group in dump.groups:
-            if group.name == name:
-                return group.desc
-        for entry in dump.entries:
-            if entry.comm.group_name == name:
-                return entry.comm.group_desc or ""
+        told = [group.desc for group in dump.groups if group.name == name]
+        used = (entry.comm for entry in dump.entries if entry.comm.group_name == name)
+        told += [comm.group_desc or "" for comm in islice(used, 1)]
+        if told:
+            return "" if told[0] == "undefined" else told[0]
     return ""
 
 

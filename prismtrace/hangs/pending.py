@@ -278,7 +278,18 @@ def _p2p_instance(job: FlightJob, pair: Key, sides: Mapping[Kind, list[int]]) ->
         position=ends,
         absent=tuple(rank for rank in missing if rank in job.dumps),
         no_dump=tuple(rank for rank in missing if rank not in job.dumps),
+        difference=_p2p_difference(job, ends),
     )
+
+
+def _p2p_difference(job: FlightJob, ends: Mapping[int, int]) -> Difference | None:
+    """Whether what is sent is not what is received."""
+    sizes = {job.assignments[rank].nbytes[at] for rank, at in ends.items()}
+    dtypes = {job.comms[rank].comm[at].dtype for rank, at in ends.items()}
+    if len(sizes - {None}) < 2 and len(dtypes - {None}) < 2:
+        return None
+    what = {rank: describe(job, rank, at) for rank, at in ends.items()}
+    return Difference(0, tuple(sorted(ends)), what)
 
 
 def _present(

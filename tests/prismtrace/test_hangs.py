@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from prismtrace import cli
 from prismtrace.errors import InputFileError, RankError
-from prismtrace.hangs import Reason, find_hang
+from prismtrace.hangs import Reason, find_hang, printing
 from prismtrace.hangs.report import Verdict
 from prismtrace.hangs.waits import ends_of_waiting, reaching
 from tests.prismtrace.flight_dumps import Recorder, json_dump, recorders, write_dumps
@@ -166,6 +170,18 @@ def test_a_receive_without_its_send(tmp_path):
     assert report.culprits[0].operation == "recv from 1 of float32, 4096 bytes"
 
 
+def test_a_receive_of_another_size_than_was_sent(tmp_path):
+    ranks = recorders(2)
+    ranks[0].send(1, "started", shape=(8,))
+    ranks[1].recv(0, "started", shape=(9,))
+    report = find_hang(write_dumps(tmp_path, ranks))
+    assert blamed(report) == dict.fromkeys((0, 1), Reason.DIFFERENT_OPERATION)
+    assert report.p2p[0].differences == {
+        0: "send to 1 of float32, 32 bytes",
+        1: "recv from 0 of float32, 36 bytes",
+    }
+
+
 def test_order_on_one_stream_can_be_a_deadlock(tmp_path):
     """Both send before they receive, and the operations of a pair run one after the other."""
     ranks = recorders(2)
@@ -280,6 +296,33 @@ def test_groups_that_no_dump_lists_can_be_named(tmp_path: Path):
     groups = tmp_path / "groups.json"
     groups.write_text('{"a": [0, 2]}')
     assert blamed(find_hang(paths, groups=groups)) == {2: Reason.NOT_ENQUEUED}
+
+
+def test_the_command_names_the_culprit_first(tmp_path):
+    ranks = recorders(4, tp0=(0, 1), tp1=(2, 3))
+    train(ranks)
+    ranks[2].run(group="tp1", state="started", line=31)
+    write_dumps(tmp_path / "dumps", ranks[:3])
+    done = CliRunner().invoke(cli.app, ["hang", str(tmp_path / "dumps")])
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert lines[0] == "hang: rank 3 (no-dump)"
+    assert lines[2].startswith("rank 3 left no dump")
+    assert "  waited for by ranks 2" in lines
+    assert "no dump of ranks 3" in lines
+    assert "    at train.py:31 in train_step: ranks 2" in lines
+    done = CliRunner().invoke(cli.app, ["hang", str(tmp_path / "dumps"), "--json"])
+    report = json.loads(done.stdout)
+    assert report["culprits"][0]["rank"] == 3
+    assert report["sentence"] == lines[0]
+    refused = CliRunner().invoke(cli.app, ["hang", str(tmp_path / "dumps"), "--rank", "x"])
+    assert refused.exit_code == 2
+
+
+def test_every_reason_is_told_and_explained(repo):
+    assert set(Reason) == set(printing._REASONS)
+    page = (repo / "docs/guides/hang.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE)) == set(Reason)
 
 
 def test_ends_of_waiting():
