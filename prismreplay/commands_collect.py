@@ -23,6 +23,7 @@ from prismtrace import console
 
 if TYPE_CHECKING:
     from prismreplay.collect.collecting import CollectReport
+    from prismreplay.collect.gpu_turns import GpuReport
     from prismreplay.tensors.choices import TensorChoices
 
 __all__ = ["LateBar", "collect"]
@@ -33,7 +34,7 @@ def collect(
     world_size: WorldSize,
     devices: Annotated[
         int | None,
-        typer.Option(min=1, help="Devices to run them on. Default: the CPU cores."),
+        typer.Option(min=1, help="Devices to run them on. Default: the GPUs, else the CPU cores."),
     ] = None,
     per_device: Annotated[
         int, typer.Option(min=1, help="Ranks that compute on one device at a time.")
@@ -50,6 +51,21 @@ def collect(
         str, typer.Option(help="Ranks whose output is shown, as in 0,3-5; all; none.")
     ] = "0",
     shm_dir: ShmDir = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GIB",
+            help="Memory of each GPU that ranks may take together; those that do not fit wait in "
+            "the host's memory. Default: most of what is free.",
+        ),
+    ] = None,
+    host_memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GIB",
+            help="Memory of the host for ranks that do not fit. Default: most of what is free.",
+        ),
+    ] = None,
     tensors: Annotated[
         list[str] | None,
         typer.Option(
@@ -116,6 +132,8 @@ def collect(
         shown=shown_ranks(show_rank, world_size),
         quiet_stdout=json,
         shm_dir=shm_dir,
+        gpu_bytes=_bytes("--gpu-memory", gpu_memory),
+        host_bytes=_bytes("--host-memory", host_memory),
         tensors=choices,
     )
     bar = LateBar(world_size)
@@ -169,6 +187,14 @@ def _check_options(world_size: int, local_world_size: int | None, shm_dir: Path 
         raise typer.BadParameter(f"--shm-dir {shm_dir} is no folder")
 
 
+def _bytes(option: str, gib: float | None) -> int | None:
+    if gib is None:
+        return None
+    if not 0 < gib < float("inf"):
+        raise typer.BadParameter(f"{option} {gib:g}: name a size in GiB")
+    return int(gib * (1 << 30))
+
+
 def _tensor_choices(world_size: int, sandbox: str, **options: Any) -> TensorChoices:
     from prismreplay.tensors.choices import read_choices
 
@@ -176,6 +202,22 @@ def _tensor_choices(world_size: int, sandbox: str, **options: Any) -> TensorChoi
         return read_choices(sandbox=read_ranks("--sandbox", sandbox, world_size), **options)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _gpu_rows(gpu: GpuReport) -> list[tuple[str, str]]:
+    """What sharing GPUs took."""
+    by = "" if gpu.measured_by == "nvml" else ", as ranks tell"
+    most = f"{gpu.most_bytes / 1e9:,.1f} GB at the most, {gpu.rank_bytes / 1e9:,.1f} GB a rank{by}"
+    rows = [("GPU memory", f"{most}; {gpu.budget_bytes / 1e9:,.1f} GB to use")]
+    if gpu.trimmed:
+        rows.append(("given back", f"{gpu.trimmed_bytes / 1e9:,.1f} GB, {gpu.trimmed:,} times"))
+    if gpu.moved_out:
+        out = f"{gpu.moved_out:,} out ({gpu.bytes_out / 1e9:,.1f} GB in {gpu.seconds_out:.1f} s)"
+        back = f"{gpu.moved_in:,} in ({gpu.bytes_in / 1e9:,.1f} GB in {gpu.seconds_in:.1f} s)"
+        rows.append(("moved", f"{out}, {back}; ranks waited {gpu.waited_s:.1f} s"))
+    if gpu.spilled:
+        rows.append(("to disk", f"{gpu.spilled:,} times"))
+    return rows
 
 
 def _print(report: CollectReport) -> None:
@@ -198,6 +240,8 @@ def _print(report: CollectReport) -> None:
     if report.peak_memory_bytes:
         most = f"{report.peak_memory_bytes / 1e6:,.0f} MB"
         rows.append(("memory", f"{most} for all ranks at the most seen"))
+    if report.gpu is not None:
+        rows += _gpu_rows(report.gpu)
     rows.append(("logs", str(report.log_dir)))
     if report.supplied:
         rows.insert(5, ("supplied", f"{report.supplied:,} communications without partners"))

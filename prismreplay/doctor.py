@@ -21,7 +21,7 @@ from typing import Any
 
 from prismreplay.run.holding import Holder, Lateness
 
-__all__ = ["Check", "Report", "Status", "examine"]
+__all__ = ["Check", "Report", "Status", "available_memory_bytes", "examine"]
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 11)
@@ -111,7 +111,7 @@ def examine() -> Report:
             _check_cores(_usable_cores()),
             _check_load(_usable_cores(), os.getloadavg()[0]),
             _check_holds(_measure_holds()),
-            _check_memory(_available_memory_bytes()),
+            _check_memory(available_memory_bytes()),
             _check_shared_memory(Path("/dev/shm")),  # noqa: S108  looked at, not written
             torch_check,
             _check_backend(torch, "gloo", "cpu"),
@@ -186,7 +186,7 @@ def _check_holds(measured: Lateness) -> Check:
     return Check("timed holds", Status.WARN, found, "cpu", hint)
 
 
-def _available_memory_bytes() -> int | None:
+def available_memory_bytes() -> int | None:
     """Free memory of the machine, or what the cgroup still allows if that is less."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")

@@ -6,6 +6,7 @@ ReplayError                  a run on this machine cannot start or went wrong
 ├── DeadlockError            ranks wait for what never comes
 ├── MismatchError            members of a group make communications that do not fit
 ├── HandoverError            no space for the tensors that ranks hand over
+├── SwapError                ranks' GPU memory has no room, or cannot be moved
 ├── UnsupportedOperationError  a communication, or a method of torch, that is not covered
 ├── TensorRulesError         rules that supply tensors are wrong, or contradict each other
 ├── TensorRecordingError     recorded tensors are damaged, missing, or of another job
@@ -39,6 +40,7 @@ __all__ = [
     "RankFailedError",
     "ReplayError",
     "SliceError",
+    "SwapError",
     "TensorRecordingError",
     "TensorRulesError",
     "UnsupportedOperationError",
@@ -131,6 +133,26 @@ class HandoverError(ReplayError):
     """There is no space for the tensors that ranks hand over."""
 
     code = "hand-over"
+
+
+class SwapError(ReplayError):
+    """Ranks' GPU memory has no room anywhere, or the driver cannot move it.
+
+    `usable` tells whether the rank that it is about can still compute where it is.
+    """
+
+    code = "gpu-memory"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: str | None = None,
+        hint: str | None = None,
+        usable: bool = False,
+    ) -> None:
+        super().__init__(message, where=where, hint=hint)
+        self.usable = usable
 
 
 class UnsupportedOperationError(ReplayError):

@@ -11,13 +11,23 @@ from torch import distributed
 
 from prismreplay.collect.handover import Parcel, ParcelWriter, Place, Span, bytes_of
 from prismreplay.collect.messages import Channel, Message, pack_op
+from prismreplay.collect.rank_memory import RankMemory
+from prismreplay.collect.staging import cuda_staging
 from prismreplay.errors import ReplayError, UnsupportedOperationError
 from prismreplay.runtime.operations import Group, Op
 from prismreplay.runtime.payloads import calling_line
 from prismreplay.runtime.roles import Pending
 from prismreplay.runtime.stores import RemoteStore
 
-__all__ = ["CollectPending", "CollectRole", "Connection", "StoreConnection", "fill"]
+__all__ = [
+    "CollectPending",
+    "CollectRole",
+    "Connection",
+    "StoreConnection",
+    "fill",
+    "fill_all",
+    "pack",
+]
 
 Tensor = Any
 
@@ -30,10 +40,18 @@ class Connection:
 
     Any thread may ask; one of those that wait reads for all. A rank gives its turn up by asking
     a question, and has it again when the answer comes.
+
+    Args:
+        channel: to the coordinator.
+        on_stop: called when nobody needs this rank any more.
+        memory: of the rank on its GPU, which the coordinator has to know of.
     """
 
-    def __init__(self, channel: Channel, on_stop: Callable[[], None]) -> None:
+    def __init__(
+        self, channel: Channel, on_stop: Callable[[], None], memory: RankMemory | None = None
+    ) -> None:
         self._channel = channel
+        self._memory = memory
         self._on_stop = on_stop
         self._sending = threading.Lock()
         self._answers: dict[int, tuple[Message, int | None]] = {}
@@ -64,6 +82,8 @@ class Connection:
             self._requests += 1
             request = self._requests
             self._asking += 1
+            if self._memory is not None and (note := self._memory.note()):
+                self._send(note, None)
             self._send((name, request, *fields, self._helpers()), None)
         try:
             return self._answer(request)
@@ -120,14 +140,20 @@ class Connection:
             return self._answers.pop(request)
 
     def _receive(self) -> tuple[Message, int | None]:
-        try:
-            message, file = self._channel.receive()
-        except EOFError:
-            self._on_stop()
-            raise
-        if message[0] == "stop":
-            self._on_stop()
-        return message, file
+        while True:
+            try:
+                message, file = self._channel.receive()
+            except EOFError:
+                self._on_stop()
+                raise
+            if message[0] == "stop":
+                self._on_stop()
+            if self._memory is None or message[0] not in ("trim", "spill"):
+                return message, file
+            # Not an answer: the coordinator needs room for another rank.
+            done = self._memory.trim() if message[0] == "trim" else self._memory.spill()
+            with self._sending:
+                self._send(done, None)
 
 
 class CollectPending:
@@ -148,9 +174,14 @@ class CollectPending:
             answer, file = self._connection.ask("wait", self._ticket)
             _, _, data, nbytes, spans, self.source = answer
             parcel = Parcel(data, file, nbytes)
-            for output, span in zip(self._outputs, spans, strict=True):
-                if span is not None:
-                    fill(output, parcel, Span(*span))
+            fill_all(
+                [
+                    (output, Span(*span))
+                    for output, span in zip(self._outputs, spans, strict=True)
+                    if span is not None
+                ],
+                parcel,
+            )
             parcel.close()
             self._outputs = None
 
@@ -241,10 +272,7 @@ class CollectRole:
         Raises:
             HandoverError: no space is left for them.
         """
-        writer = ParcelWriter(self._place)
-        for tensor in inputs:
-            writer.put_tensor(tensor)
-        parcel = writer.finish()
+        parcel = pack(inputs, self._place)
         with self._lock:
             waits = op.call is not op.call.SEND or self._is_far_ahead(parcel.nbytes)
             self._tickets += 1
@@ -268,6 +296,30 @@ class CollectRole:
     def make_store(self, namespace: str) -> Any:
         """The store that rendezvous hands to the program."""
         return RemoteStore(StoreConnection(self._connection), namespace)
+
+
+def pack(inputs: Sequence[Tensor], place: Place) -> Parcel:
+    """A parcel with the elements of tensors, from whatever device and layout.
+
+    Raises:
+        HandoverError: no space is left for them.
+    """
+    writer = ParcelWriter(place)
+    if len(inputs) and all(tensor.is_cuda for tensor in inputs):
+        cuda_staging().collect(inputs, writer)
+    else:
+        for tensor in inputs:
+            writer.put_tensor(tensor)
+    return writer.finish()
+
+
+def fill_all(outputs: Sequence[tuple[Tensor, Span]], parcel: Parcel) -> None:
+    """Write bytes of a parcel into tensors of whatever layout and device."""
+    if outputs and all(output.is_cuda for output, _ in outputs):
+        cuda_staging().deliver(outputs, parcel)
+        return
+    for output, span in outputs:
+        fill(output, parcel, span)
 
 
 def fill(output: Tensor, parcel: Parcel, span: Span) -> None:

@@ -21,13 +21,17 @@ from prismreplay.collect import stale
 from prismreplay.collect.coordinator import Coordinator, Counts
 from prismreplay.collect.executor import Executor
 from prismreplay.collect.gloo_order import FOLD_ORDER
+from prismreplay.collect.gpu_room import Room, find_room, visible_gpus
+from prismreplay.collect.gpu_turns import GpuReport, GpuTurns
+from prismreplay.collect.gpus import Nvml, require_cuda_asleep
 from prismreplay.collect.handover import Place
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.pool import Job, Observed, RankProcess, preload, start_rank
 from prismreplay.collect.programs import ProgramCall
-from prismreplay.collect.scheduling import count_switches, in_turn
+from prismreplay.collect.scheduling import at_home, count_switches, in_turn, thrifty
 from prismreplay.collect.scouting import scout
 from prismreplay.collect.serving import Service
+from prismreplay.collect.swapping import load_checkpoints
 from prismreplay.errors import ProgramError, ReplayError
 from prismreplay.tensors.choices import Recording, TensorChoices
 from prismreplay.tensors.folding import Folding, fold
@@ -63,6 +67,8 @@ class CollectOptions:
         shown: ranks whose output is passed on.
         quiet_stdout: pass output on to stderr only.
         shm_dir: folder for the tensors that ranks hand over; None: memory.
+        gpu_bytes: of each GPU that ranks may take together; None: most of what is free.
+        host_bytes: of the host that ranks without room on a GPU may take; None: most of it.
         tensors: what comes and goes with communications.
     """
 
@@ -74,6 +80,8 @@ class CollectOptions:
     shown: Collection[int] = (0,)
     quiet_stdout: bool = False
     shm_dir: Path | None = None
+    gpu_bytes: int | None = None
+    host_bytes: int | None = None
     tensors: TensorChoices = field(default_factory=TensorChoices)
 
     @property
@@ -94,7 +102,8 @@ class CollectReport:
     `rank_memory_bytes` is the largest resident size of one rank, shared pages included.
     `supplied` communications were answered without partners; `unreceived` messages were sent to
     ranks that never received them. `folded_ranks` are represented by others in the graph, of which
-    `checked_ranks` ran to be compared, and `uneven_all_to_all` of theirs differed in size. Times in seconds; `start_s` is part of `wall_s`.
+    `checked_ranks` ran to be compared, and `uneven_all_to_all` of theirs differed in size. `gpu` says
+    what sharing GPUs took, where there are any. Times in seconds; `start_s` is part of `wall_s`.
     """
 
     output: Path
@@ -122,6 +131,7 @@ class CollectReport:
     uneven_all_to_all: int = 0
     policies: dict[str, int] = field(default_factory=dict)
     cleaned: stale.Cleaned = field(default_factory=stale.Cleaned)
+    gpu: GpuReport | None = None
 
 
 def collect(
@@ -148,6 +158,7 @@ def collect(
         MismatchError: communications of two ranks do not fit.
         HandoverError: no space for tensors.
         OutputError: graph or logs cannot be written.
+        SwapError: ranks do not fit on the GPUs, and cannot be moved off them.
     """
     begun = time.monotonic()
     program.check()
@@ -156,6 +167,7 @@ def collect(
     logs = RankLogs(log_dir, options.world_size, options.shown, options.quiet_stdout)
     logs.prepare()
     cleaned = stale.clean()
+    room = find_room(min(options.devices, options.slots), options.gpu_bytes, options.host_bytes)
     with run_folder() as folder:
         job = Job(
             program=program,
@@ -164,9 +176,10 @@ def collect(
             run=folder.name,
             place=Place(options.shm_dir),
             observe=functools.partial(_observe, folder, options),
+            gpus=() if room is None else tuple(gpu.token for gpu in room.gpus),
         )
         with limit_of_open_files(options.world_size) as limits:
-            run = _Run(job.limited(limits), options, logs, folder)
+            run = _Run(job.limited(limits), options, logs, folder, room)
             run.perform(target, progress)
         _require_communication(run.coordinator.counts, program)
         made = run.assemble(target)
@@ -196,6 +209,7 @@ def collect(
         **run.folded(),
         policies=dict(made.policies),
         cleaned=cleaned,
+        gpu=None if run.gpus is None else run.gpus.report,
     )
 
 
@@ -212,8 +226,16 @@ def _require_communication(counts: Counts, program: ProgramCall) -> None:
 class _Run:
     """One run, from the first fork to the end of the last rank."""
 
-    def __init__(self, job: Job, options: CollectOptions, logs: RankLogs, folder: Path) -> None:
+    def __init__(
+        self,
+        job: Job,
+        options: CollectOptions,
+        logs: RankLogs,
+        folder: Path,
+        room: Room | None = None,
+    ) -> None:
         self.started = 0.0
+        self.gpus: GpuTurns | None = None
         self.coordinator: Coordinator
         self.service: Service
         self.recorded: RecordingSummary | None = None
@@ -223,10 +245,13 @@ class _Run:
         self._options = options
         self._logs = logs
         self._folder = folder
+        self._room = room
 
     def perform(self, target: Path, progress: Callable[[int, str], None] | None) -> None:
         """Run all ranks to their end; on failure, write what steps they have finished."""
         preload()
+        if self._room is not None:
+            require_cuda_asleep()
         self._fold()
         ranks: list[RankProcess] = []
         pipes: list[int] = []
@@ -240,6 +265,7 @@ class _Run:
             self.coordinator = self._coordinator()
             self.service = Service(self.coordinator, ranks, self._logs, self._ticker(progress))
             self.service.watch_output(pipes)
+            self._use_gpus(ranks)
             self._run_ranks(target, complete=len(ranks) == len(self._ranks))
 
     def _run_ranks(self, target: Path, *, complete: bool) -> None:
@@ -267,8 +293,26 @@ class _Run:
             self._ranks,
             self._options.slots,
             Executor(self._job.place),
+            policy=thrifty
+            if self._room is None
+            else at_home(thrifty, len(self._room.gpus), self._is_on_gpu),
             stands_for=None if self._folding is None else self._folding.absent,
         )
+
+    def _use_gpus(self, ranks: Sequence[RankProcess]) -> None:
+        if self._room is None:
+            return
+        self.gpus = GpuTurns(
+            self._room,
+            {one.rank: one.pid for one in ranks},
+            self.service.tell,
+            meter=Nvml.load(),
+            load_swapper=load_checkpoints,
+        )
+        self.service.use_gpus(self.gpus)
+
+    def _is_on_gpu(self, rank: int) -> bool:
+        return self.gpus is not None and self.gpus.is_in(rank)
 
     # --- tensors ----------------------------------------------------------------------
 
@@ -459,5 +503,5 @@ def uninterrupted() -> Iterator[None]:
 
 
 def usable_devices() -> int:
-    """CPU cores that this process may use: what `--devices` is by default on CPUs."""
-    return len(os.sched_getaffinity(0))
+    """What `--devices` is by default: the GPUs, else the CPU cores that this process may use."""
+    return len(visible_gpus()) or len(os.sched_getaffinity(0))

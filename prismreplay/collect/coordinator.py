@@ -264,6 +264,11 @@ class Coordinator:
         self._ranks[rank].lent = True
 
     @property
+    def lent(self) -> list[int]:
+        """Ranks that have lent their turn to others."""
+        return [rank for rank, state in self._ranks.items() if state.lent]
+
+    @property
     def finished(self) -> bool:
         """True when all ranks have ended."""
         return len(self.ended) == len(self._ranks)

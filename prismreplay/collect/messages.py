@@ -12,11 +12,16 @@ submit         ticket, packed operation, bytes or None, waits   -
 wait           request, ticket, helpers                         result
 poll           request, ticket, helpers                         polled
 store          request, operation, arguments, site, helpers     value or refused
+memory         reserved, allocated, peak bytes on the GPU       -
+trimmed        as memory                                        -
+spilled        bytes                                            -
 failed         code, message, where, hint, traceback            -
 =============  ===============================================  =====================
 
 From the coordinator come `go` (begin), the answers above with their request first, and `stop`
-(end now, nobody needs you any more). `ticket` numbers the operations of a rank, `request` its
+(end now, nobody needs you any more). To a blocked rank it may also say `trim` (give back the GPU
+memory that your allocator only keeps) and `spill` (let your memory go to disk), which the rank
+answers with `trimmed` and `spilled`. `ticket` numbers the operations of a rank, `request` its
 questions; `waits` is false for a send that nobody will wait for; `helpers` says how many other
 threads of the rank may still communicate.
 

@@ -34,6 +34,7 @@ from prismreplay.collect.handover import Place
 from prismreplay.collect.logs import Streams
 from prismreplay.collect.messages import Channel
 from prismreplay.collect.programs import ProgramCall
+from prismreplay.collect.rank_memory import RankMemory
 from prismreplay.collect.stale import RUN_VARIABLE
 from prismreplay.errors import ReplayError
 from prismreplay.runtime.exits import before_exit, leave
@@ -86,6 +87,8 @@ class Job:
     master_port: int = 29500
     open_files: tuple[int, int] | None = None
     """The limits of open files that ranks have, when this process has others."""
+    gpus: tuple[str, ...] = ()
+    """Names of the GPUs that ranks use in turn, as in CUDA_VISIBLE_DEVICES; empty: all they see."""
 
     def limited(self, open_files: tuple[int, int]) -> Job:
         """The same with limits of open files."""
@@ -122,6 +125,8 @@ def preload() -> list[str]:
     otherwise, as torchrun has it: ranks share the machine.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # CUDA does not survive a fork; asked this way, torch.cuda.is_available() does not start it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     missing = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -209,6 +214,9 @@ def _rank_main(job: Job, rank: int, streams: Streams, channel: Channel, parent: 
     if job.open_files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, job.open_files)
     os.environ.update(environment(job, rank))
+    gpu = job.gpus[rank % len(job.gpus)] if job.gpus else None
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     _prepare_torch()
     faulthandler.enable()
     observed: Observed | None = None
@@ -220,8 +228,12 @@ def _rank_main(job: Job, rank: int, streams: Streams, channel: Channel, parent: 
                 observed.flush()
         leave(0)
 
-    connection = Connection(channel, stop)
+    connection = Connection(channel, stop, None if gpu is None else RankMemory())
     connection.await_turn()
+    if gpu is not None:
+        from prismreplay.collect.virtual_gpus import show_gpus
+
+        show_gpus(job.local_world_size, gpu)
     observed = job.observe(rank)
     return _run(job, connection, observed)
 
@@ -349,6 +361,11 @@ def _hint(error: BaseException) -> str | None:
         return (
             "if the processes that the program starts are its ranks: let it be one rank, as under "
             "torchrun, which takes RANK and WORLD_SIZE from the environment"
+        )
+    if type(error).__name__ == "OutOfMemoryError" and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return (
+            "other ranks were on that GPU, too: if this one alone would fit, leave more room for "
+            "growth with a smaller --gpu-memory"
         )
     if isinstance(error, EOFError) and "when reading a line" in str(error):
         return (

@@ -15,10 +15,20 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-__all__ = ["Choice", "Policy", "Program", "Turns", "View", "count_switches", "in_turn", "thrifty"]
+__all__ = [
+    "Choice",
+    "Policy",
+    "Program",
+    "Turns",
+    "View",
+    "at_home",
+    "count_switches",
+    "in_turn",
+    "thrifty",
+]
 
 
 class Choice(NamedTuple):
@@ -79,6 +89,26 @@ def _soon(resident: int, view: View) -> bool:
 def in_turn(view: View) -> Choice | None:
     """The rank that has been ready longest, whatever it costs."""
     return Choice(view.ready[0], view.free[0]) if view.ready and view.free else None
+
+
+def at_home(policy: Policy, homes: int, is_near: Callable[[int], bool]) -> Policy:
+    """`policy`, where ranks cannot choose their device.
+
+    Rank r, and slot r, are those of device r modulo `homes`. Of the ranks of one device, those
+    whose memory is on it go first (`is_near`): bringing in another one takes seconds.
+    """
+
+    def choose(view: View) -> Choice | None:
+        for home in sorted({slot % homes for slot in view.free}):
+            ready = [rank for rank in view.ready if rank % homes == home]
+            near = [rank for rank in ready if is_near(rank)]
+            free = [slot for slot in view.free if slot % homes == home]
+            choice = policy(replace(view, ready=near or ready, free=free))
+            if choice is not None:
+                return choice
+        return None
+
+    return choose
 
 
 class Turns:

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from prismreplay.collect import stale
-from prismreplay.collect.coordinator import Coordinator
+from prismreplay.collect.coordinator import Coordinator, Sent
+from prismreplay.collect.gpu_turns import GpuTurns
 from prismreplay.collect.handover import Parcel
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.messages import Message, unpack_op
@@ -58,12 +59,27 @@ class Service:
         self._on_tick = on_tick
         self._idle = IdleWatch()
         self._failures: dict[int, Message] = {}
+        self._gpus: GpuTurns | None = None
+        self._held: dict[int, list[Sent]] = {}
+        """What is to be sent to ranks once they are on their GPU."""
         self._selector = selectors.DefaultSelector()
         self._silent_since = time.monotonic()
         self._told_silence = False
         for one in ranks:
             self._selector.register(one.channel, selectors.EVENT_READ, (self._hear, one))
             self._selector.register(one.pidfd, selectors.EVENT_READ, (self._bury, one))
+
+    def use_gpus(self, gpus: GpuTurns) -> None:
+        """Let ranks compute only while their memory is on their GPU."""
+        self._gpus = gpus
+        self._selector.register(gpus, selectors.EVENT_READ, (self._note_move, None))
+
+    def tell(self, rank: int, message: Message) -> None:
+        """Send a message to a rank; one that has just died is noticed by its process."""
+        one = self._alive.get(rank)
+        if one is not None:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                one.channel.send(message)
 
     def watch_output(self, descriptors: Sequence[int]) -> None:
         """Pass on what comes out of these pipes."""
@@ -84,6 +100,7 @@ class Service:
         while not self._coordinator.finished:
             self._coordinator.grant()
             self._send()
+            self._let_in()
             if self._coordinator.stuck:
                 self._get_unstuck()
                 continue
@@ -110,6 +127,8 @@ class Service:
         stale.end_groups([one.pid for one in self._alive.values()])
         self._reap(block=True)
         self._selector.close()
+        if self._gpus is not None:
+            self._gpus.close()
         self._logs.close()
 
     # --- events -----------------------------------------------------------------------
@@ -143,6 +162,9 @@ class Service:
             to.ask_store(rank, *message[1:])
         elif name == "join":
             to.join(rank, *_group(message))
+        elif name in ("memory", "trimmed", "spilled"):
+            if self._gpus is not None:
+                self._gpus.hear(rank, message)
         elif name == "failed":
             self._failures[rank] = message
             raise self._failure(rank, 1)
@@ -183,19 +205,47 @@ class Service:
         outbox = self._coordinator.outbox
         while outbox:
             sent = outbox.popleft()
-            one = self._alive.get(sent.rank)
-            if one is None:
-                continue
-            file = None if sent.parcel is None else sent.parcel.file
-            # A rank that has just died is noticed by its process.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                one.channel.send(sent.message, file)
+            if self._gpus is None:
+                self._deliver(sent)
+            elif self._gpus.is_in(sent.rank) and sent.rank not in self._held:
+                self._gpus.take_turn(sent.rank)
+                self._deliver(sent)
+            elif sent.rank in self._alive:
+                self._held.setdefault(sent.rank, []).append(sent)
+                self._gpus.ask(sent.rank)
+
+    def _deliver(self, sent: Sent) -> None:
+        one = self._alive.get(sent.rank)
+        if one is None:
+            return
+        file = None if sent.parcel is None else sent.parcel.file
+        # A rank that has just died is noticed by its process.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            one.channel.send(sent.message, file)
+
+    # --- GPUs -------------------------------------------------------------------------
+
+    def _let_in(self) -> None:
+        """Send what was held back for ranks that are on their GPU now."""
+        if self._gpus is None:
+            return
+        for rank in self._gpus.step(self._coordinator.turns.running, self._coordinator.lent):
+            self._idle.forget(rank)
+            for sent in self._held.pop(rank, ()):
+                self._deliver(sent)
+
+    def _note_move(self, _: None) -> None:
+        """A move has ended; `_let_in` sees to it."""
 
     # --- time -------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
         turns = self._coordinator.turns
-        running = [(rank, self._alive[rank].pid) for rank in turns.running if rank in self._alive]
+        running = [
+            (rank, self._alive[rank].pid)
+            for rank in turns.running
+            if rank in self._alive and rank not in self._held
+        ]
         idle = self._idle.idle(running, now)
         if turns.ready:
             for rank in idle:
@@ -276,6 +326,9 @@ class Service:
             return None
         self.largest_rank_bytes = max(self.largest_rank_bytes, usage.ru_maxrss * 1024)
         self._alive.pop(one.rank, None)
+        if self._gpus is not None:
+            self._held.pop(one.rank, None)
+            self._gpus.end(one.rank)
         # Workers that it started and did not end.
         stale.end_groups([one.pid])
         for registered in (one.channel, one.pidfd):
