@@ -281,15 +281,16 @@ def _totals(a: Trace, b: Trace, groups: _Groups) -> list[pl.DataFrame]:
     """Per trace: kind, phase, group_name, rank, nodes, time (null without times)."""
     frames = []
     for side, trace in enumerate((a, b)):
-        time = pl.when(pl.col("dur_ns").is_not_null().any()).then(pl.col("dur_ns").sum())
         frames.append(
             trace.nodes.with_columns(groups.number(side))
             .group_by("kind", "phase", "group", "rank")
-            .agg(nodes=pl.len(), time=time)
+            .agg(nodes=pl.len(), time=pl.col("dur_ns").sum(), timed=pl.col("dur_ns").count())
         )
     names = dict(enumerate(groups.names)) | {-1: "unknown"}
     return [
         found.with_columns(
+            # A sum over nulls alone is 0; a conditional sum would take gigabytes.
+            pl.when(pl.col("timed") > 0).then("time").alias("time"),
             pl.col("kind", "phase").cast(pl.String),
             pl.col("rank").cast(pl.String),
             group_name=pl.col("group").replace_strict(names, default=None, return_dtype=pl.String),
