@@ -110,14 +110,14 @@ def convert_chakra(
     table = _table(nodes, order.position, meaning, placed)
     with disk_errors(nodes_path.parent.parent):
         table.write_parquet(nodes_path, compression="lz4")
-    world = facts.get("world_size")
+    world, host = facts.get("world_size"), _text(facts, "host_name")
     return RankTrace(
         path=path,
         rank=rank,
         world_size=world if isinstance(world, int) and world > 0 else None,
-        host=_text(facts, "host_name"),
+        host=host,
         groups=_groups(nodes, own_named, meaning, counts),
-        comms=_comms(rank, nodes, order.position, meaning, placed),
+        comms=_comms(rank, nodes, order.position, meaning, placed, host if own else None),
         streams=tuple(table.get_column("stream").unique(maintain_order=True)),
         steps=tuple(table.get_column("step").drop_nulls().unique().sort()),
         nodes=nodes_path,
@@ -331,7 +331,12 @@ def _groups(
 
 
 def _comms(
-    rank: int, nodes: ChakraNodes, position: Ints, meaning: Meaning, placed: _Placed
+    rank: int,
+    nodes: ChakraNodes,
+    position: Ints,
+    meaning: Meaning,
+    placed: _Placed,
+    clock: str | None,
 ) -> RankComms:
     """The rank's communications; their times only where they were measured."""
     index = np.flatnonzero(meaning.is_comm).astype(np.int64)
@@ -348,6 +353,6 @@ def _comms(
         seq=[None] * len(index),
         comms_id=[None] * len(index),
         step=steps,
-        host=None,
+        host=clock if placed.recorded else None,
         tag=None if tags is None else known(tags, len(nodes))[position][index],
     )

@@ -143,7 +143,7 @@ def _is_world(group: NamedGroup) -> bool:
 
 
 def _operator(node: _Node, names: dict[int, str]) -> Operator:
-    attributes = {item.get("name"): item.get("value") for item in node.attrs}
+    attributes = {str(item.get("name")): item.get("value") for item in node.attrs}
     parent = node.parent if node.ctrl_deps is None else node.ctrl_deps
     if isinstance(parent, list):
         parent = parent[0] if parent else None
