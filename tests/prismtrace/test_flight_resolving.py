@@ -19,6 +19,7 @@ from prismtrace.converters.rank_trace import RankTrace
 from prismtrace.errors import GroupError, RankError
 from prismtrace.schema import DType, Kind
 from tests.prismtrace.flight_dumps import MS, START_NS, Recorder, recorders, write_dumps
+from tests.prismtrace.kineto_jobs import Collective, Job
 
 
 def profile(recorder: Recorder, window: slice, *, late_ns: int = MS // 4, **told: str) -> RankTrace:
@@ -175,3 +176,42 @@ def test_recorded_profiles_and_dumps_of_one_job(data_dir, tmp_path):
     for rank in range(4):
         found = [names[group] for group in sizes.filter(pl.col("rank") == rank)["group"]]
         assert found == recorded[rank][-len(found) :]
+
+
+@pytest.mark.parametrize("torch", ["2.2", "2.3"])
+def test_profiles_of_gpus_that_tell_no_groups(tmp_path, torch):
+    """Before torch 2.4 a kernel tells the size of its group only: tensor and data groups are alike."""
+    job = Job(tp=2, dp=2, torch=torch, steps=2)
+    profiles = job.write(tmp_path / "in")
+    with pytest.raises(GroupError):
+        pt.convert(profiles, tmp_path / "out.parquet")
+    groups = {group.name: group.ranks for group in job.groups}
+    ranks = [Recorder(rank, groups) for rank in range(job.world_size)]
+    for recorder in ranks:
+        for _ in range(2):  # the profiled steps are the last of four
+            for action in job.program(recorder.rank):
+                if isinstance(action, Collective):
+                    record(recorder, action, job)
+    report = pt.convert([*profiles, *write_dumps(tmp_path / "fr", ranks)], tmp_path / "out.parquet")
+    trace = pt.open(tmp_path / "out.parquet")
+    assert report.matched == {"by-seq": len(job.instances)}
+    assert report.repairs["group-from-flight-recorder"] == 2 * len(job.instances)
+    assert [v for v in pt.validate(trace) if v.severity == "error"] == []
+    names = {group.id: group.name for group in trace.header.groups}
+    nodes = trace.nodes.filter(pl.col("group").is_not_null()).collect()
+    for rank in range(job.world_size):
+        found = [names[group] for group in nodes.filter(pl.col("rank") == rank)["group"]]
+        actions = job.program(rank)
+        assert found == [a.group for a in actions if isinstance(a, Collective)]
+
+
+def record(recorder: Recorder, action: Collective, job: Job) -> None:
+    size = len(next(group.ranks for group in job.groups if group.name == action.group))
+    recorder.run(
+        {"all_gather": "_all_gather_base", "reduce_scatter": "_reduce_scatter_base"}.get(
+            action.kind, action.kind
+        ),
+        group=action.group,
+        shape=(action.nelems // (size if action.kind == "all_gather" else 1),),
+        dtype="BFloat16",
+    )
