@@ -279,24 +279,25 @@ def _label(row: dict[str, Any], suffix: str, groups: _Groups) -> str | None:
 
 def _totals(a: Trace, b: Trace, groups: _Groups) -> list[pl.DataFrame]:
     """Per trace: kind, phase, group_name, rank, nodes, time (null without times)."""
+    names = dict(enumerate(groups.names)) | {-1: "unknown"}
     frames = []
     for side, trace in enumerate((a, b)):
-        frames.append(
-            trace.nodes.with_columns(groups.number(side))
-            .group_by("kind", "phase", "group", "rank")
+        # Plain sums stream; conditions and renumbering inside would hold all rows in memory.
+        found = (
+            trace.nodes.group_by("kind", "phase", "group", "rank")
             .agg(nodes=pl.len(), time=pl.col("dur_ns").sum(), timed=pl.col("dur_ns").count())
+            .collect(engine="streaming")
         )
-    names = dict(enumerate(groups.names)) | {-1: "unknown"}
-    return [
-        found.with_columns(
-            # A sum over nulls alone is 0; a conditional sum would take gigabytes.
-            pl.when(pl.col("timed") > 0).then("time").alias("time"),
-            pl.col("kind", "phase").cast(pl.String),
-            pl.col("rank").cast(pl.String),
-            group_name=pl.col("group").replace_strict(names, default=None, return_dtype=pl.String),
+        frames.append(
+            groups.unified(found, side).with_columns(
+                pl.when(pl.col("timed") > 0).then("time").alias("time"),
+                pl.col("kind", "phase", "rank").cast(pl.String),
+                group_name=pl.col("group").replace_strict(
+                    names, default=None, return_dtype=pl.String
+                ),
+            )
         )
-        for found in pl.collect_all(frames, engine="streaming")
-    ]
+    return frames
 
 
 def _by_class(totals: list[pl.DataFrame], name: str) -> tuple[ClassDifference, ...]:
