@@ -26,6 +26,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from kineto_read import high_water_mark  # beside this script
+
 TP = 8
 LAYERS, MICROBATCHES, STEPS = 16, 8, 2
 SLOT_US = 400
@@ -123,12 +125,6 @@ def convert_once(folder: str, jobs: str, resume: str, dask: str) -> dict[str, An
         "worker": max(0, worker - before),
         "digest": hashlib.blake2b(output.read_bytes()).hexdigest(),
     }
-
-
-def high_water_mark() -> int:
-    # Not getrusage: its maximum survives exec, so a child starts with its parent's.
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 # --- the job ------------------------------------------------------------------------------------
