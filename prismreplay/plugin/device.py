@@ -66,15 +66,17 @@ class Kernel:
             PluginError: the driver refuses; an error of an earlier kernel also shows here.
         """
         import torch
-        from cuda.core import Device, LaunchConfig, launch
+        from cuda.core import LEGACY_DEFAULT_STREAM, Device, LaunchConfig, launch
 
         with torch.cuda.device(self._device):
             on = torch.cuda.current_stream() if stream is None else stream
             try:
                 device = Device(self._device)
                 device.set_current()
+                # torch says 0 where it means the legacy stream, whose handle is another.
+                foreign = _Stream(int(on.cuda_stream))
                 launch(
-                    device.create_stream(_Stream(on)),
+                    device.create_stream(foreign) if foreign.handle else LEGACY_DEFAULT_STREAM,
                     LaunchConfig(grid=grid, block=block),
                     self._handle,
                     *arguments,
@@ -126,8 +128,8 @@ def _kernel(
 class _Stream:
     """torch's stream by cuda-python's protocol, which not all versions of torch know."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, int(self._stream.cuda_stream)
+        return 0, self.handle
