@@ -10,6 +10,7 @@ import numpy as np
 
 from prismcalib.errors import CoverageError, StructureError
 from prismcalib.rows import KINDS, Rows, ranks_text, read_rows
+from prismtrace.differences import STRUCTURE
 from prismtrace.schema import P2P_KINDS, Kind, TraceHeader
 from prismtrace.trace import Trace
 
@@ -17,7 +18,7 @@ __all__ = ["find_representatives", "renamed", "require_same_structure"]
 
 _ALL_TO_ALL = KINDS.index(Kind.ALL_TO_ALL)
 _P2P = np.array([kind in P2P_KINDS for kind in KINDS])
-_NODE_COLUMNS = ("kind", "group", "seq", "peer", "bytes", "dtype")
+_NODE_COLUMNS = tuple(name for name in STRUCTURE if name not in ("deps", "xdeps"))
 
 
 def require_same_structure(

@@ -17,7 +17,7 @@ from prismtrace.reading import reading
 from prismtrace.schema import Kind, ProcessGroup, TraceHeader
 from prismtrace.trace import Trace
 
-__all__ = ["ClassDifference", "Difference", "RankDifference", "diff"]
+__all__ = ["STRUCTURE", "ClassDifference", "Difference", "RankDifference", "diff"]
 
 STRUCTURE = ("kind", "group", "seq", "peer", "bytes", "dtype", "deps", "xdeps")
 """Columns that two runs of one program have in common; the others tell where, when and how long."""
