@@ -130,7 +130,13 @@ def health(
             readable=False, help="Trace of the job on healthy devices, or merged from slices."
         ),
     ],
-    observed: Annotated[Path, typer.Argument(readable=False, help="Trace of the run to look at.")],
+    observed: Annotated[
+        list[Path],
+        typer.Argument(
+            readable=False,
+            help="Trace of the run to look at; several where units of the job were tried apart.",
+        ),
+    ],
     slower: Annotated[
         float,
         typer.Option(metavar="PERCENT", min=0, help="A rank stands out if it is this much slower."),
@@ -149,11 +155,11 @@ def health(
     from prismcalib.health import device_health
 
     with progress("comparing"):
-        found = device_health(expected, observed, slower=slower / 100)
+        found = device_health(expected, *observed, slower=slower / 100)
     if json:
         print_json(found.as_dict())
     else:
-        _print_health(found, _names(observed), limit, slower / 100)
+        _print_health(found, _names(observed[0]), limit, slower / 100)
 
 
 def _print_health(found: Health, names: RankNames, limit: int, slower: float) -> None:
@@ -167,9 +173,9 @@ def _print_health(found: Health, names: RankNames, limit: int, slower: float) ->
     if found.usual_ratio > 1 + slower:
         print("but all of them together are slower than expected")
     for finding in found.findings:
-        host = f" ({finding.host})" if finding.host else ""
+        where = ", ".join(filter(None, (finding.host, finding.unit)))
         print(
-            f"rank {names.text(finding.rank)}{host}: {finding.above:.1%} slower than the others "
+            f"rank {names.text(finding.rank)}{f' ({where})' if where else ''}: {finding.above:.1%} slower than the others "
             f"({finding.deviations:.0f} deviations), {finding.slowed_share:.0%} of its computation "
             f"slowed, most in {finding.slowest}: {finding.verdict}"
         )

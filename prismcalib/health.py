@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from prismcalib.errors import ComparisonError
 from prismcalib.operations import OperationTable
-from prismtrace.schema import TraceHeader, TraceKind
+from prismtrace.schema import TraceKind
 from prismtrace.trace import Trace, open_trace
 
 __all__ = ["Finding", "Health", "device_health"]
@@ -47,6 +47,7 @@ class Finding:
 
     Attributes:
         rank, host: where (host None: unknown).
+        unit: trace that it was observed in, where there are several.
         ratio: observed over expected computation.
         above: how much slower than the median rank, 0.2 = 20 %.
         deviations: the same in units of the usual scatter.
@@ -57,6 +58,7 @@ class Finding:
 
     rank: int
     host: str | None
+    unit: str | None
     ratio: float
     above: float
     deviations: float
@@ -70,7 +72,7 @@ class Health:
     """Ratios of all ranks, and those that stand out.
 
     Attributes:
-        ranks: rank, host, operations (compared), expected_ns and observed_ns (computation per
+        ranks: rank, host, unit (the trace, where there are several), operations (compared), expected_ns and observed_ns (computation per
             step), ratio, above, deviations, transfer_ratio (of communications without waiting;
             null unless both traces are merged), flagged.
         usual_ratio: median over the ranks.
@@ -96,7 +98,9 @@ class Health:
         }
 
 
-def device_health(expected: Source, observed: Source, *, slower: float = SLOWER) -> Health:
+def device_health(
+    expected: Source, observed: Source, *more: Source, slower: float = SLOWER
+) -> Health:
     """Compare an observed run with what was expected of its devices.
 
     Args:
@@ -104,15 +108,19 @@ def device_health(expected: Source, observed: Source, *, slower: float = SLOWER)
             slices; recorded or merged.
         observed: the run to look at; recorded or merged.  Steps are compared by their medians,
             so the two need not have the same number.
+        more: further runs to look at, of other ranks of the job: units that were tried apart.
         slower: how much slower than the others a rank must be to stand out, 0.05 = 5 %.
 
     Raises:
-        ComparisonError: a trace without times, or two traces that share no operation.
+        ComparisonError: a trace without times, traces that share no operation, or a rank that was
+            observed twice.
     """
-    traces = [_timed(expected, "expected"), _timed(observed, "observed")]
-    tables = [OperationTable(trace) for trace in traces]
+    standard = _timed(expected, "expected")
+    units = [_timed(each, "observed") for each in (observed, *more)]
+    unit_of, host_of = _units(units), _hosts(units)
+    healthy, tables = OperationTable(standard), [OperationTable(trace) for trace in units]
     totals, transfers, everything = [], [], 0.0
-    for matched, expected_ns in _matched_ranks(*tables):
+    for matched, expected_ns in _matched_ranks(healthy, tables):
         totals.append(_rank_totals(matched.filter("local")))
         transfers.append(_transfer_ratios(matched))
         everything += expected_ns
@@ -122,7 +130,7 @@ def device_health(expected: Source, observed: Source, *, slower: float = SLOWER)
         raise ComparisonError(
             f"the two traces share {compared:.0%} of their computation: same rank, place in the "
             "step and kind",
-            where=f"{_name(traces[0])} and {_name(traces[1])}",
+            where=f"{_name(standard)} and {_name(units[0])}",
             hint="compare runs of the same job, code and grain",
         )
     value = ratios["ratio"].to_numpy()
@@ -136,9 +144,8 @@ def device_health(expected: Source, observed: Source, *, slower: float = SLOWER)
         above=above,
         deviations=above / sigma,
         flagged=(above > slower) & (above / sigma > _DEVIATIONS),
-        host=pl.col("rank").replace_strict(
-            _hosts(traces[1].header), default=None, return_dtype=pl.String
-        ),
+        host=pl.col("rank").replace_strict(host_of, default=None, return_dtype=pl.String),
+        unit=pl.col("rank").replace_strict(unit_of, default=None, return_dtype=pl.String),
     ).join(pl.concat(transfers), on="rank", how="left", maintain_order="left")
     flagged = table.filter("flagged").sort("above", descending=True)
     return Health(
@@ -147,7 +154,7 @@ def device_health(expected: Source, observed: Source, *, slower: float = SLOWER)
         scatter=sigma,
         compared=compared,
         findings=tuple(
-            _finding(row, _local_of(tables[0], tables[1], row["rank"]), center)
+            _finding(row, _local_of(healthy, tables, row["rank"]), center)
             for row in flagged.iter_rows(named=True)
         ),
     )
@@ -164,20 +171,43 @@ def _timed(source: Source, role: str) -> Trace:
     return trace
 
 
+def _units(traces: Sequence[Trace]) -> dict[int, str]:
+    """Rank -> the trace that it is in; empty for a single one."""
+    if len(traces) == 1:
+        return {}
+    found: dict[int, str] = {}
+    for trace in traces:
+        for rank in trace.header.ranks:
+            if rank in found:
+                raise ComparisonError(
+                    f"rank {rank} was observed twice",
+                    where=f"{found[rank]} and {_name(trace)}",
+                    hint="give traces of different ranks, or one after the other",
+                )
+        found |= dict.fromkeys(trace.header.ranks, _name(trace))
+    return found
+
+
 def _matched_ranks(
-    expected: OperationTable, observed: OperationTable
+    expected: OperationTable, observed: Sequence[OperationTable]
 ) -> Iterator[tuple[pl.DataFrame, float]]:
     """What both have in common of some ranks after the other, and their expected computation."""
     for some in expected:
         medians = _medians(some)
         low, high = (int(rank) for rank in some["rank"].to_numpy()[[0, -1]])
         computing = medians.filter("local")["own_ns"].sum()
-        yield _matched(medians, _medians(observed.of_ranks(low, high))), float(computing)
+        yield _matched(medians, _of_ranks(observed, low, high)), float(computing)
 
 
-def _local_of(expected: OperationTable, observed: OperationTable, rank: int) -> pl.DataFrame:
+def _of_ranks(tables: Sequence[OperationTable], low: int, high: int) -> pl.DataFrame:
+    return pl.concat([_medians(table.of_ranks(low, high)) for table in tables])
+
+
+def _local_of(
+    expected: OperationTable, observed: Sequence[OperationTable], rank: int
+) -> pl.DataFrame:
     """The matched computation of one rank."""
-    both = (_medians(table.of_ranks(rank, rank)) for table in (expected, observed))
+    both = (_of_ranks(tables, rank, rank) for tables in ([expected], observed))
     return _matched(*both).filter("local")
 
 
@@ -243,6 +273,7 @@ def _finding(row: dict[str, Any], local: pl.DataFrame, center: float) -> Finding
     return Finding(
         rank=row["rank"],
         host=row["host"],
+        unit=row["unit"],
         ratio=row["ratio"],
         above=row["above"],
         deviations=row["deviations"],
@@ -252,8 +283,9 @@ def _finding(row: dict[str, Any], local: pl.DataFrame, center: float) -> Finding
     )
 
 
-def _hosts(header: TraceHeader) -> dict[int, str | None]:
-    return {rank: clock.host for clock in header.clock for rank in clock.ranks}
+def _hosts(traces: Sequence[Trace]) -> dict[int, str | None]:
+    clocks = (clock for trace in traces for clock in trace.header.clock)
+    return {rank: clock.host for clock in clocks for rank in clock.ranks}
 
 
 def _median_of_structs(pairs: pl.Series) -> float:

@@ -31,8 +31,9 @@ def _signature(value: object) -> str:
             names.append(f"{bare}=…")
         else:
             names.append(str(bare))
-    keyword = [p.kind is inspect.Parameter.KEYWORD_ONLY for p in found.parameters.values()]
-    if any(keyword):
+    kinds = [parameter.kind for parameter in found.parameters.values()]
+    keyword = [kind is inspect.Parameter.KEYWORD_ONLY for kind in kinds]
+    if any(keyword) and inspect.Parameter.VAR_POSITIONAL not in kinds:
         names.insert(keyword.index(True), "*")
     return f"({', '.join(names)})"
 

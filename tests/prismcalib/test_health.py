@@ -30,6 +30,27 @@ def test_a_down_clocked_device_is_found():
     assert health.as_dict()["findings"][0]["rank"] == 5
 
 
+def test_units_that_ran_apart_are_put_together():
+    expected, observed = run(), run(seed=2, stragglers={4: 1.25, 5: 1.25}, steps=5)
+    units = [part(observed, first, first + 1) for first in (0, 2, 4, 6)]
+    health = device_health(expected, *units)
+    assert sorted(finding.rank for finding in health.findings) == [4, 5]
+    assert {finding.unit for finding in health.findings} == {"ranks 4-5"}
+    assert health.ranks["unit"].to_list()[:3] == ["ranks 0-1", "ranks 0-1", "ranks 2-3"]
+    whole = device_health(expected, observed)
+    assert whole.ranks["unit"].null_count() == 8
+    assert whole.ranks.drop("unit").equals(health.ranks.drop("unit"))
+    with pytest.raises(ComparisonError, match="rank 4 was observed twice"):
+        device_health(expected, *units, units[2])
+
+
+def part(trace, *ranks):
+    """What a run of these ranks alone writes."""
+    header = trace.header.model_copy(update={"ranks": ranks})
+    nodes = trace.nodes.filter(pl.col("rank").is_in(ranks))
+    return Trace(header=header, nodes=nodes, paths=(f"ranks {ranks[0]}-{ranks[-1]}",))
+
+
 def test_merged_traces_tell_transfers_too():
     expected, observed = (merge(run(seed=seed)).trace for seed in (1, 2))
     health = device_health(expected, observed)
