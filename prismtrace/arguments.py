@@ -11,7 +11,15 @@ import typer
 if TYPE_CHECKING:
     from prismtrace.trace import Trace
 
-__all__ = ["JsonFlag", "TraceArgument", "chosen_numbers", "chosen_ranks", "wrong_usage"]
+__all__ = [
+    "JsonFlag",
+    "TraceArgument",
+    "chosen_numbers",
+    "chosen_ranks",
+    "numbers_of",
+    "ranks_of_files",
+    "wrong_usage",
+]
 
 TraceArgument = Annotated[
     list[str],
@@ -60,3 +68,31 @@ def wrong_usage(flag: str) -> Iterator[None]:
     except TraceError as error:
         hint = f"; {error.hint}" if error.hint else ""
         raise typer.BadParameter(error.message + hint, param_hint=flag) from error
+
+
+_MOST_DIGITS = 18  # Python refuses to read thousands of them
+
+
+def ranks_of_files(given: list[str], files: list[str]) -> dict[str, int]:
+    """`FILE=N` texts as a mapping; a lone number belongs to a single input."""
+    whole = [
+        f"{files[0]}={text}" if "=" not in text and len(files) == 1 else text for text in given
+    ]
+    for text in whole:
+        if "=" not in text and text.isdecimal():
+            raise typer.BadParameter(
+                f"several inputs: say which one has rank {text}, as FILE={text}",
+                param_hint="--rank",
+            )
+    return numbers_of(whole, "FILE=N", "--rank")
+
+
+def numbers_of(given: list[str], form: str, flag: str) -> dict[str, int]:
+    """`NAME=N` texts as a mapping."""
+    numbers: dict[str, int] = {}
+    for text in given:
+        name, _, number = text.rpartition("=")
+        if not name or not number.isdecimal() or len(number) > _MOST_DIGITS:
+            raise typer.BadParameter(f"{text!r} is not {form}", param_hint=flag)
+        numbers[name] = int(number)
+    return numbers

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from prismtrace import console
-from prismtrace.arguments import JsonFlag, TraceArgument, chosen_ranks, wrong_usage
+from prismtrace.arguments import (
+    JsonFlag,
+    TraceArgument,
+    chosen_ranks,
+    numbers_of,
+    ranks_of_files,
+    wrong_usage,
+)
+from prismtrace.commands_hang import hang
 from prismtrace.commands_tables import concat, diff, query, slice_out
 
 if TYPE_CHECKING:
@@ -199,7 +207,7 @@ def convert(
     from prismtrace.printing import print_conversion
 
     files = expand_inputs(inputs)
-    ranks = _ranks_of_files(rank or [], [str(file) for file in files])
+    ranks = ranks_of_files(rank or [], [str(file) for file in files])
     with wrong_usage("--rank"):
         given_ranks(files, ranks)
     _check_options(comm_kernel or [], step_from, keep_arg or [], grain)
@@ -212,7 +220,7 @@ def convert(
             files,
             output,
             ranks=ranks,
-            rank_of_pid=_numbers_of(rank_of_pid or [], "[FILE:]PID=N", "--rank-of-pid"),
+            rank_of_pid=numbers_of(rank_of_pid or [], "[FILE:]PID=N", "--rank-of-pid"),
             grain=grain.value,
             jobs=jobs,
             comm_kernels=comm_kernel or (),
@@ -251,34 +259,6 @@ def _telling_what_is_kept(output: Path, files: int) -> Iterator[None]:
                 file=sys.stderr,
             )
         raise
-
-
-_MOST_DIGITS = 18  # Python refuses to read thousands of them
-
-
-def _ranks_of_files(given: list[str], files: list[str]) -> dict[str, int]:
-    """`FILE=N` texts as a mapping; a lone number belongs to a single input."""
-    whole = [
-        f"{files[0]}={text}" if "=" not in text and len(files) == 1 else text for text in given
-    ]
-    for text in whole:
-        if "=" not in text and text.isdecimal():
-            raise typer.BadParameter(
-                f"several inputs: say which one has rank {text}, as FILE={text}",
-                param_hint="--rank",
-            )
-    return _numbers_of(whole, "FILE=N", "--rank")
-
-
-def _numbers_of(given: list[str], form: str, flag: str) -> dict[str, int]:
-    """`NAME=N` texts as a mapping."""
-    numbers: dict[str, int] = {}
-    for text in given:
-        name, _, number = text.rpartition("=")
-        if not name or not number.isdecimal() or len(number) > _MOST_DIGITS:
-            raise typer.BadParameter(f"{text!r} is not {form}", param_hint=flag)
-        numbers[name] = int(number)
-    return numbers
 
 
 def _check_options(
@@ -353,60 +333,6 @@ def validate(
         told = f"{broken}, {console.counted(warnings, 'warning')}"
         print(told if violations else "valid")
     raise typer.Exit(1 if errors else 0)
-
-
-# --- hang -----------------------------------------------------------------------------
-
-
-@app.command()
-def hang(
-    inputs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="DUMPS...",
-            help="Flight-recorder dumps, one per rank; folders and quoted patterns work too.",
-            show_default=False,
-        ),
-    ],
-    rank: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE=N",
-            help="Rank of a file whose name does not say it, e.g. --rank dump_a=7 (repeatable).",
-        ),
-    ] = None,
-    groups: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Process groups that the dumps do not list: a JSON file of names and global ranks,"
-            ' e.g. {"1": "0-7", "2": "8-15"}.',
-        ),
-    ] = None,
-    json: JsonFlag = False,
-) -> None:
-    """Say which ranks a job that stands still is waiting for, from its flight recorders.
-
-    The exit code is 0 whatever the verdict, 1 when a dump cannot be used.
-
-    Example: prismtrace hang /tmp/nccl_trace_rank_*
-    """
-    from prismtrace.converters.flight.inputs import dump_files
-    from prismtrace.converters.inputs import given_ranks
-    from prismtrace.hangs import find_hang
-    from prismtrace.hangs.printing import print_hang
-
-    files = dump_files(inputs)
-    ranks = _ranks_of_files(rank or [], [str(file) for file in files])
-    with wrong_usage("--rank"):
-        given_ranks(files, ranks)
-    size = sum(file.stat().st_size for file in files)
-    with console.progress("reading", total=size, unit="bytes") as bar:
-        report = find_hang(files, ranks=ranks, groups=groups, progress=bar.advance)
-    if json:
-        console.print_json(report.to_dict())
-    else:
-        print_hang(report)
 
 
 # --- schema ---------------------------------------------------------------------------
@@ -486,6 +412,7 @@ def export(
 
 # --- diff, query, slice-out, concat ---------------------------------------------------
 
+app.command()(hang)
 app.command()(diff)
 app.command()(query)
 app.command("slice-out")(slice_out)

@@ -33,6 +33,7 @@ def find_hang(
     *,
     ranks: Mapping[str, int] | None = None,
     groups: PathLike | None = None,
+    jobs: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> HangReport:
     """Say who hangs in what, and which ranks are waited for.
@@ -41,6 +42,7 @@ def find_hang(
         inputs: flight-recorder dumps, one file a rank: files, folders or glob patterns.
         ranks: file name or path -> rank, for files whose names do not tell.
         groups: JSON file of process groups (name -> ranks) for dumps that list none.
+        jobs: files read at a time, each by a process of its own; 0 means one per core.
         progress: called with the number of input bytes done since the last call.
 
     Raises:
@@ -48,7 +50,8 @@ def find_hang(
     """
     paths = dump_files(inputs)
     named = read_groups_file(Path(groups)) if groups is not None else {}
-    return analyse(read_job(paths, given_ranks(paths, ranks or {}), named, progress))
+    given = given_ranks(paths, ranks or {})
+    return analyse(read_job(paths, given, named, jobs=jobs, progress=progress))
 
 
 def analyse(job: FlightJob) -> HangReport:

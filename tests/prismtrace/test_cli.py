@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 from typer.testing import CliRunner
 
-from prismtrace import cli
+from prismtrace import arguments, cli
 from prismtrace.exporting import ExportFormat
 from prismtrace.schema import MODELS, json_schema
 from prismtrace.trace import METADATA_KEY, write
@@ -173,7 +173,7 @@ def test_ranks_that_are_not_there(path, tmp_path, run_command):
     ],
 )
 def test_ranks_of_files(given, files, ranks):
-    assert cli._ranks_of_files(given, files) == ranks
+    assert arguments.ranks_of_files(given, files) == ranks
 
 
 @pytest.fixture

@@ -315,6 +315,8 @@ def test_the_command_names_the_culprit_first(tmp_path):
     report = json.loads(done.stdout)
     assert report["culprits"][0]["rank"] == 3
     assert report["sentence"] == lines[0]
+    twice = CliRunner().invoke(cli.app, ["hang", str(tmp_path / "dumps"), "--json", "--jobs", "2"])
+    assert json.loads(twice.stdout) == report
     refused = CliRunner().invoke(cli.app, ["hang", str(tmp_path / "dumps"), "--rank", "x"])
     assert refused.exit_code == 2
 

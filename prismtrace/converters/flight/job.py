@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from prismtrace.converters.flight.ranks import comms_of, groups_of, rank_of
 from prismtrace.converters.flight.reading import Dump, read_dump
 from prismtrace.converters.groups import GroupBook, NamedGroup
 from prismtrace.converters.placing import Assignment, RankComms, assign_groups
+from prismtrace.converters.workers import run_tasks
 from prismtrace.errors import RankError
 from prismtrace.ranks import MOST_RANKS
 
@@ -34,6 +37,8 @@ def read_job(
     paths: Sequence[Path],
     ranks: Mapping[Path, int],
     groups: Mapping[str, tuple[int, ...]],
+    *,
+    jobs: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> FlightJob:
     """Read the dumps of a job.
@@ -42,23 +47,31 @@ def read_job(
         paths: one file a rank.
         ranks: ranks that the user gave.
         groups: process groups that the user named.
+        jobs: files read at a time, each by a process of its own; 0 means one per core.
         progress: called with the number of bytes done since the last call.
 
     Raises:
         TraceError: a file is no dump, or ranks do not fit together.
     """
-    dumps: dict[int, Dump] = {}
+    places: dict[int, Path] = {}
     for path in paths:
         rank = rank_of(path, ranks.get(path))
-        if rank in dumps:
+        if rank in places:
             raise RankError(
                 f"rank {rank} is in two files",
-                where=f"{dumps[rank].path} and {path}",
+                where=f"{places[rank]} and {path}",
                 hint="give one file per rank, or set ranks with --rank FILE=N",
             )
-        dumps[rank] = read_dump(path)
-        if progress is not None:
-            progress(path.stat().st_size)
+        places[rank] = path
+    dumps: dict[int, Dump] = {}
+    tasks = [(path,) for path in places.values()]
+    processes = min(jobs or os.cpu_count() or 1, len(tasks))
+    # Closed here, not by the garbage collector, in which Ctrl-C would be lost.
+    with closing(run_tasks(read_dump, tasks, processes)) as results:
+        for (rank, path), dump in zip(places.items(), results, strict=True):
+            dumps[rank] = dump
+            if progress is not None:
+                progress(path.stat().st_size)
     counts: Counter[str] = Counter()
     for dump in dumps.values():
         counts.update(dump.counts)
