@@ -46,24 +46,27 @@ Frontier = dict[str, tuple[int, str]]
 def link(ops: IssuedOps, file: Profile, counts: Counter[str]) -> None:
     """Fill `ops.deps` for a GPU trace."""
     replay = _Replay(ops, counts)
-    moments: list[_Moment] = [
-        (issued, _LAUNCH, position, replay.launch, (position,))
-        for position, issued in enumerate(ops.issue_ns)
-    ]
     calls = _sync_calls(file)
     explicit = _stream_waits(replay, file, calls, counts)
-    moments += explicit
+    moments = list(explicit)
     moments += _host_waits(replay, file, calls, counts)
     moments += _record_waits(replay, file, [moment[0] for moment in explicit])
     moments += _other_waits(replay, file, calls)
-    moments.sort(key=lambda moment: moment[:3])
-    for *_, action, arguments in moments:
+    moments.sort(key=lambda moment: moment[:2])
+    upcoming = 0
+    # What happens at the time of a launch comes before it.
+    for position, issued in enumerate(ops.issue_ns):
+        while upcoming < len(moments) and moments[upcoming][0] <= issued:
+            *_, action, arguments = moments[upcoming]
+            action(*arguments)
+            upcoming += 1
+        replay.launch(position)
+    for *_, action, arguments in moments[upcoming:]:
         action(*arguments)
 
 
-_BEFORE, _LAUNCH = 0, 1
-_Moment = tuple[int, int, int, Callable[..., None], tuple[Any, ...]]
-"""(time, before or at launches of that time, order, what happens, its arguments)."""
+_Moment = tuple[int, int, Callable[..., None], tuple[Any, ...]]
+"""(time, order, what happens, its arguments)."""
 
 
 class _Replay:
@@ -100,7 +103,8 @@ class _Replay:
         if batch is not None and self._open_batch is not None and self._open_batch[0] == batch:
             needs = self._open_batch[1]
         else:
-            self._resolve(stream, position)
+            if self._guesses:
+                self._resolve(stream, position)
             needs = dict(self._frontier[stream])
             if comm is not None:
                 own = self._stream_of.get(tid, self._recent_stream)
@@ -121,13 +125,18 @@ class _Replay:
 
     def _depend(self, position: int, needs: Frontier) -> None:
         ops = self._ops
+        own, found = ops.stream[position], []
         for stream, (source, origin) in needs.items():
-            if stream != ops.stream[position]:
+            if stream != own:
                 if not self._before(source, ops.start_ns[position]):
                     self._counts["contradicting-edge"] += 1
                     continue
                 self._counts[f"edge-{origin}"] += 1
-            ops.deps[position].update(_batch_of(ops, source))
+            if ops.batch[source] is None:
+                found.append(source)
+            else:
+                found += _batch_of(ops, source)
+        ops.deps[position] = tuple(found)
 
     def _before(self, source: int, time_ns: int) -> bool:
         return self._ops.end_ns(source) <= time_ns + _TOLERANCE_NS
@@ -277,8 +286,8 @@ def _stream_waits(
         at = row["start_ns"] if waiting is None else waiting.start_ns
         source, target = f"stream {row['wait_on_stream']}", f"stream {row['stream']}"
         moments += [
-            (recorded.start_ns, _BEFORE, record, replay.record, (source, record)),
-            (at, _BEFORE, wait, replay.stream_wait, (target, record)),
+            (recorded.start_ns, record, replay.record, (source, record)),
+            (at, wait, replay.stream_wait, (target, record)),
         ]
     return moments
 
@@ -306,19 +315,19 @@ def _host_waits(
                 counts["unresolved-event-sync"] += 1
                 continue
             source = f"stream {row['wait_on_stream']}"
-            moments.append((recorded.start_ns, _BEFORE, key, replay.record, (source, key)))
+            moments.append((recorded.start_ns, key, replay.record, (source, key)))
         else:
             streams = None if kind == "Context Sync" else [f"stream {row['stream']}"]
-            moments.append((call.start_ns, _BEFORE, key, replay.begin_host_wait, (streams, key)))
+            moments.append((call.start_ns, key, replay.begin_host_wait, (streams, key)))
         moments.append(_end_of(replay, call, key))
     for key, call in calls.items():
         if key in explained:
             continue
         if call.name == "cudaDeviceSynchronize":
-            moments.append((call.start_ns, _BEFORE, key, replay.begin_host_wait, (None, key)))
+            moments.append((call.start_ns, key, replay.begin_host_wait, (None, key)))
         elif call.name == "cudaStreamSynchronize":
             arguments = call.tid, key
-            moments.append((call.start_ns, _BEFORE, key, replay.begin_thread_wait, arguments))
+            moments.append((call.start_ns, key, replay.begin_thread_wait, arguments))
         else:
             continue
         moments.append(_end_of(replay, call, key))
@@ -326,7 +335,7 @@ def _host_waits(
 
 
 def _end_of(replay: _Replay, call: _Call, key: int) -> _Moment:
-    return call.end_ns, _BEFORE, key, replay.end_host_wait, (call.tid, call.end_ns, key)
+    return call.end_ns, key, replay.end_host_wait, (call.tid, call.end_ns, key)
 
 
 def _record_waits(replay: _Replay, file: Profile, explicit: list[int]) -> list[_Moment]:
@@ -346,7 +355,7 @@ def _record_waits(replay: _Replay, file: Profile, explicit: list[int]) -> list[_
             continue
         first = (row["concrete_inputs"] or [""])[0]
         seq = row["seq"] if row["seq"] is not None else int(first) if first.isdigit() else None
-        moments.append((end, _BEFORE, row["row"], replay.record_wait, (row["tid"], seq)))
+        moments.append((end, row["row"], replay.record_wait, (row["tid"], seq)))
     return moments
 
 
@@ -373,7 +382,7 @@ def _other_waits(replay: _Replay, file: Profile, calls: Mapping[int, _Call]) -> 
     explained = enclosing(points, inside).filter(pl.col("row").is_not_null()).get_column("key")
     known = set(explained.to_list())
     return [
-        (at, _BEFORE, correlation, replay.other_wait, (tid, stream_of.get(correlation)))
+        (at, correlation, replay.other_wait, (tid, stream_of.get(correlation)))
         for correlation, tid, at in waits
         if correlation not in known
     ]

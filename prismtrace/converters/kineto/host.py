@@ -221,13 +221,13 @@ def _link(ops: IssuedOps, counts: Counter[str]) -> None:
     for position, comm in enumerate(ops.comm):
         stream = ops.stream[position]
         if stream in last:
-            ops.deps[position].add(last[stream])
+            ops.deps[position] = {last[stream]}
         last[stream] = position
         tid = ops.launch_tid[position]
         if comm is None:
             last_of_thread[tid] = position
         elif tid in last_of_thread:
-            ops.deps[position].add(last_of_thread[tid])
+            ops.deps[position] = {*ops.deps[position], last_of_thread[tid]}
     _infer_waits(ops, counts)
 
 
@@ -248,5 +248,5 @@ def _infer_waits(ops: IssuedOps, counts: Counter[str]) -> None:
         high = bisect_right(ends, (start, 2**62))
         for _, source in ends[low:high]:
             if source < position:
-                ops.deps[position].add(source)
+                ops.deps[position] = {*ops.deps[position], source}
                 counts["edge-inferred-wait"] += 1

@@ -6,7 +6,7 @@ nodes at the wanted grain.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import polars as pl
@@ -43,7 +43,7 @@ class IssuedOps:
     step: list[int | None] = field(default_factory=list)
     microbatch: list[int | None] = field(default_factory=list)
     phase: list[Phase | None] = field(default_factory=list)
-    deps: list[set[int]] = field(default_factory=list)
+    deps: list[Collection[int]] = field(default_factory=list)
     """Positions that must end before the operation starts, program order included."""
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class IssuedOps:
         self.step.append(None)
         self.microbatch.append(None)
         self.phase.append(None)
-        self.deps.append(set())
+        self.deps.append(())
 
 
 def expand_batches(ops: pl.DataFrame, comms: Mapping[int, list[CommOp]]) -> IssuedOps:
@@ -139,5 +139,5 @@ def expand_batches(ops: pl.DataFrame, comms: Mapping[int, list[CommOp]]) -> Issu
         step=[None] * rows.height,
         microbatch=[None] * rows.height,
         phase=[None] * rows.height,
-        deps=[set() for _ in range(rows.height)],
+        deps=[()] * rows.height,
     )

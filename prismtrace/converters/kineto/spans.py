@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
+from prismtrace.converters.dep_lists import lists_by_owner
 from prismtrace.converters.kineto.carried import CommOp
 from prismtrace.converters.kineto.issued import IssuedOps
 from prismtrace.converters.kineto.names import short_name
@@ -42,24 +43,16 @@ def build_nodes(
         Node columns without id, rank, group, seq and peer; `stream` is a label. And for
         each communication its index and description.
     """
-    members = _segments(ops) if grain == "communication" else [[p] for p in range(len(ops))]
-    node_of = [0] * len(ops)
-    for index, positions in enumerate(members):
-        for position in positions:
-            node_of[position] = index
-    summaries = [_summary(ops, positions, unit) for positions in members]
-    deps = [
-        sorted(
-            {
-                index - node_of[source]
-                for position in positions
-                for source in ops.deps[position]
-                if node_of[source] != index
-            }
-        )
-        for index, positions in enumerate(members)
-    ]
-    first = [positions[0] for positions in members]
+    if grain == "kernel":
+        members: Sequence[Sequence[int]] = [(p,) for p in range(len(ops))]
+        first: Sequence[int] = range(len(ops))
+        summaries = [_alone(ops, p) for p in first]
+        deps = [sorted([p - source for source in sources]) for p, sources in enumerate(ops.deps)]
+    else:
+        members = _segments(ops)
+        first = [positions[0] for positions in members]
+        summaries = [_summary(ops, positions, unit) for positions in members]
+        deps = _distances(ops, members)
     nodes = pl.DataFrame(
         {
             "index": range(len(members)),
@@ -115,19 +108,31 @@ def build_nodes(
     return nodes.drop("row"), found
 
 
+def _distances(ops: IssuedOps, members: Sequence[Sequence[int]]) -> list[list[int]]:
+    """How far back each node's dependencies lie, in nodes."""
+    node_of = [0] * len(ops)
+    for index, positions in enumerate(members):
+        for position in positions:
+            node_of[position] = index
+    return [
+        sorted(
+            {
+                index - node_of[source]
+                for position in positions
+                for source in ops.deps[position]
+                if node_of[source] != index
+            }
+        )
+        for index, positions in enumerate(members)
+    ]
+
+
 def _lists(values: Sequence[Sequence[int]]) -> pl.Series:
-    """A list column; polars makes a series of every list when it is given Python lists."""
+    """A list column."""
     lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
     flat = np.fromiter(chain.from_iterable(values), dtype=np.uint32, count=lengths.sum())
     owner = np.repeat(np.arange(len(values)), lengths)
-    grouped = (
-        pl.DataFrame({"owner": owner, "value": flat})
-        .group_by("owner", maintain_order=True)
-        .agg("value")
-    )
-    every = pl.DataFrame({"owner": np.arange(len(values))})
-    joined = every.join(grouped, on="owner", how="left", maintain_order="left")
-    return joined.get_column("value").fill_null([])
+    return lists_by_owner(owner, flat, len(values))
 
 
 def _text(comm: CommOp | None, attribute: str) -> str | None:
@@ -176,8 +181,7 @@ def _cuts(ops: IssuedOps) -> tuple[list[bool], list[bool]]:
     return starts_node, ends_node
 
 
-@dataclass(frozen=True)
-class _Summary:
+class _Summary(NamedTuple):
     kind: Kind
     name: str
     nbytes: int | None
@@ -186,15 +190,8 @@ class _Summary:
 
 
 def _summary(ops: IssuedOps, positions: Sequence[int], unit: str) -> _Summary:
-    first = positions[0]
     if len(positions) == 1:
-        return _Summary(
-            ops.kind[first],
-            short_name(ops.name[first]),
-            ops.nbytes[first],
-            ops.end_ns(first),
-            ops.dur_ns[first],
-        )
+        return _alone(ops, positions[0])
     time_by_name: Counter[str] = Counter()
     for position in positions:
         time_by_name[ops.name[position]] += ops.dur_ns[position]
@@ -207,6 +204,17 @@ def _summary(ops: IssuedOps, positions: Sequence[int], unit: str) -> _Summary:
         sum(size or 0 for size in sizes) if sizes else None,
         max(ops.end_ns(position) for position in positions),
         _union_ns(ops, positions),
+    )
+
+
+def _alone(ops: IssuedOps, position: int) -> _Summary:
+    busy_ns = ops.dur_ns[position]
+    return _Summary(
+        ops.kind[position],
+        short_name(ops.name[position]),
+        ops.nbytes[position],
+        ops.start_ns[position] + busy_ns,
+        busy_ns,
     )
 
 

@@ -24,7 +24,7 @@ from prismtrace.errors import InputFileError
 
 __all__ = ["Database", "open_database"]
 
-_ROWS = 64 * 1024
+_ROWS = 16 * 1024
 _NULL = -(2**63)
 # A row takes more bytes than this; a damaged file can lead SQLite around in circles.
 _LEAST_ROW_BYTES = 4
