@@ -211,6 +211,11 @@ def _print(report: SlicingReport, options: SliceOptions) -> None:
         print(f"{name + ':' if name else '':<18} {text}")
     _warn(report)
     print()
+    if options.only is not None:
+        print(f"wrote slice {options.only} of {len(report.slices)} in {report.folder}")
+        alone = f"{report.folder}/slice-{options.only:04d}*.parquet"
+        print(f"next: prismcalib merge {alone} --base aligned.parquet -o realigned.parquet")
+        return
     print(f"wrote {len(report.slices)} slices in {report.folder}")
     graph = " ".join(str(path) for path in report.graph)
     print(

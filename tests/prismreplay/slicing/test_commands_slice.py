@@ -35,6 +35,13 @@ def test_the_next_command_is_told(call):
     assert "prismcalib merge parts/slice-*.parquet --bare bare.parquet" in done.output
 
 
+def test_a_slice_that_is_made_again_is_put_into_an_earlier_result(call):
+    done = call("--sandbox-size", "2", "-o", "again", "--only", "1")
+    assert done.exit_code == 0, done.output
+    assert "wrote slice 1 of 2 in again" in done.output
+    assert "prismcalib merge again/slice-0001*.parquet --base" in done.output
+
+
 def test_json_is_the_whole_report(call):
     done = call("--sandbox-size", "3", "--json", "--devices", "1")
     report = json.loads(done.stdout)
