@@ -187,15 +187,15 @@ class GpuTurns:
         lane = self._lane(rank)
         lane.residency.ended(rank)
         lane.waiting = deque(one for one in lane.waiting if one[0] != rank)
-        if lane.doing is not None and lane.doing.rank == rank and lane.doing.do is not Do.EVICT:
-            lane.doing = None
+        if lane.doing in (Decision(Do.TRIM, rank), Decision(Do.SPILL, rank)):
+            lane.doing = None  # Of moves, a thread tells when they have ended.
 
     def step(self, running: Collection[int], lent: Collection[int] = ()) -> list[int]:
         """Do what can be done; the ranks that are let in.
 
         Args:
             running: ranks that must stay where they are.
-            lent: ranks that have lent their turn, and should.
+                lent: ranks that have lent their turn, and should.
 
         Raises:
             SwapError: there is no room, or the driver cannot move ranks.

@@ -59,7 +59,7 @@ def test_there_and_back_again(copies, most):
     parcel = writer.finish()
     outputs = [torch.empty_like(one).resolve_conj() for one in sent]
     outputs[1] = torch.empty(4, 6, dtype=torch.int64)[:, ::2]
-    versions = [one._version for one in outputs]  # noqa: SLF001
+    versions = [one._version for one in outputs]
     offset, wanted = 0, []
     from prismreplay.collect.handover import Span
 
@@ -72,7 +72,7 @@ def test_there_and_back_again(copies, most):
     for one, output in zip(sent, outputs, strict=True):
         as_bytes = one.resolve_conj().contiguous().view(-1).view(torch.uint8)
         assert torch.equal(output.contiguous().view(-1).view(torch.uint8), as_bytes)
-    assert [one._version for one in outputs] == versions  # noqa: SLF001  autograd noticed nothing
+    assert [one._version for one in outputs] == versions
     assert not copies.asked
 
 
@@ -105,7 +105,7 @@ def test_buffers_are_used_again_and_grow(copies):
     assert copies.buffers == [1 << 20, 4 << 20, BUFFER_BYTES]
 
 
-def test_threads_do_not_share_a_buffer(copies):
+def test_threads_do_not_share_a_buffer():
     entered, go = threading.Event(), threading.Event()
 
     class Slow(LazyCopies):
@@ -150,11 +150,11 @@ def test_on_a_gpu_inputs_are_read_after_what_the_stream_computes():
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         x = torch.zeros(1 << 22, device="cuda")
-        torch.cuda._sleep(50_000_000)  # noqa: SLF001
+        torch.cuda._sleep(50_000_000)
         x += 3
         parcel = pack([x], Place())
         outputs = [torch.empty(1 << 21, 2, device="cuda").t()]
         fill_all([(outputs[0], Span(0, parcel.nbytes))], parcel)
-        torch.cuda._sleep(50_000_000)  # noqa: SLF001
+        torch.cuda._sleep(50_000_000)
     assert bool((outputs[0] == 3).all())
     assert CudaCopies().pinned(16).is_pinned()
