@@ -319,7 +319,7 @@ BAD: dict[str, tuple[list[Any], type[PrismError], str]] = {
     "no events": ([document()], InputFileError, "neither GPU events nor CPU operators"),
     "truncated": ([truncated()], InputFileError, "damaged"),
     "truncated gzip": ([gzip.compress(truncated())[:-200]], InputFileError, "damaged"),
-    "execution trace": ([{"schema": "1.1.1-chakra.0.0.4", "nodes": []}], SourceFormatError, "execution"),
+    "execution trace": ([{"schema": "1.1.1-chakra.0.0.4", "nodes": []}], RankError, "execution trace does not say"),
     "duplicate ranks": ([good(0), good(0)], RankError, "rank 0 is in two files"),
     "rank outside": ([good(5)], RankError, "outside the world of 2"),
     "world sizes": ([good(0), good(1, world_size=4)], RankError, "disagree about the world size"),
