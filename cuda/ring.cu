@@ -122,29 +122,61 @@ DEVICE Share share_of(i64 count, i64 each) {
     return Share{from, smallest(each, count - from)};
 }
 
+// Several vectors are under way at a time: a load may not pass a store that could be to its place.
+#define UNROLL 4
+
 DEVICE void copy(Stored* to, const Stored* from, i64 count) {
     i64 done = 0;
     if (aligned(to, from)) {
-        done = count / VECTOR * VECTOR;
-        for (i64 at = threadIdx.x; at < count / VECTOR; at += blockDim.x)
-            ((uint4*)to)[at] = load_vector((const uint4*)from + at);
+        const uint4* given = (const uint4*)from;
+        uint4* kept = (uint4*)to;
+        const i64 vectors = count / VECTOR, lanes = blockDim.x;
+        i64 at = threadIdx.x;
+        for (; at + (UNROLL - 1) * lanes < vectors; at += UNROLL * lanes) {
+            uint4 part[UNROLL];
+#pragma unroll
+            for (int turn = 0; turn < UNROLL; ++turn)
+                part[turn] = load_vector(given + at + turn * lanes);
+#pragma unroll
+            for (int turn = 0; turn < UNROLL; ++turn) kept[at + turn * lanes] = part[turn];
+        }
+        for (; at < vectors; at += lanes) kept[at] = load_vector(given + at);
+        done = vectors * VECTOR;
     }
     for (i64 at = done + threadIdx.x; at < count; at += blockDim.x) to[at] = from[at];
+}
+
+DEVICE uint4 reduced_vector(const uint4& one, const uint4& other) {
+    Vector a, b;
+    a.all = one;
+    b.all = other;
+#pragma unroll
+    for (int place = 0; place < VECTOR; ++place)
+        a.each[place] = reduced(a.each[place], b.each[place]);
+    return a.all;
 }
 
 DEVICE void reduce(Stored* to, const Stored* from, const Stored* own, i64 count) {
     i64 done = 0;
     if (aligned(to, from) && aligned(own, own)) {
-        done = count / VECTOR * VECTOR;
-        for (i64 at = threadIdx.x; at < count / VECTOR; at += blockDim.x) {
-            Vector one, other;
-            one.all = load_vector((const uint4*)from + at);
-            other.all = load_vector((const uint4*)own + at);
+        const uint4 *given = (const uint4*)from, *mine = (const uint4*)own;
+        uint4* kept = (uint4*)to;
+        const i64 vectors = count / VECTOR, lanes = blockDim.x;
+        i64 at = threadIdx.x;
+        for (; at + (UNROLL - 1) * lanes < vectors; at += UNROLL * lanes) {
+            uint4 one[UNROLL], other[UNROLL];
 #pragma unroll
-            for (int place = 0; place < VECTOR; ++place)
-                one.each[place] = reduced(one.each[place], other.each[place]);
-            ((uint4*)to)[at] = one.all;
+            for (int turn = 0; turn < UNROLL; ++turn) {
+                one[turn] = load_vector(given + at + turn * lanes);
+                other[turn] = load_vector(mine + at + turn * lanes);
+            }
+#pragma unroll
+            for (int turn = 0; turn < UNROLL; ++turn)
+                kept[at + turn * lanes] = reduced_vector(one[turn], other[turn]);
         }
+        for (; at < vectors; at += lanes)
+            kept[at] = reduced_vector(load_vector(given + at), load_vector(mine + at));
+        done = vectors * VECTOR;
     }
     for (i64 at = done + threadIdx.x; at < count; at += blockDim.x)
         to[at] = reduced(from[at], own[at]);

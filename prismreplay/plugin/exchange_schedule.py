@@ -44,7 +44,8 @@ def exchange(size: int, sandbox: Iterable[int], counts: Counts) -> Schedule:
     data: dict[Role, int] = {rank: sum(row[rank] for row in counts) for rank in ranks}
     if len(ranks) < size:
         virtual = [rank for rank in range(size) if rank not in ranks]
-        # What virtual members get nobody reads: one area that holds the largest part.
+        # What virtual members get nobody reads: one area that holds the largest part, in which
+        # channels may write over each other.
         sink = max(counts[rank][other] for rank in ranks for other in virtual)
         given = 0
         for place, rank in enumerate(ranks):
