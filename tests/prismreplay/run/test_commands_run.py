@@ -79,7 +79,7 @@ def test_a_sandbox_rank_learns_what_it_would(toy):
     events = json.loads((toy / "run.json").read_text())["traceEvents"]
     spans = [one for one in events if one["ph"] == "X"]
     assert {one["pid"] for one in spans} == {1}
-    assert {"step", "compute", "all_reduce"} <= {one["cat"] for one in spans}
+    assert {"step", "compute", "communication"} <= {one["cat"] for one in spans}
     assert all(one["dur"] >= 0 for one in spans)
 
 
