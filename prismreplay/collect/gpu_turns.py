@@ -132,6 +132,7 @@ class GpuTurns:
             for number in range(gpus)
         ]
         self._context_bytes = _CONTEXT_BYTES
+        self._closing = threading.Lock()
         self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.report = GpuReport(gpus, min(lane.residency.budget for lane in self._lanes))
 
@@ -141,9 +142,9 @@ class GpuTurns:
 
     def close(self) -> None:
         """Moves that are under way go on, to no purpose."""
-        with suppress(OSError):
+        with self._closing:
             os.close(self._signal)
-        self._signal = -1
+            self._signal = -1
 
     # --- what happens -----------------------------------------------------------------
 
@@ -261,8 +262,9 @@ class GpuTurns:
         except Exception as failure:  # noqa: BLE001  must get to the thread of the run
             error = SwapError(f"moving rank {rank} failed: {failure!r}")
         lane.done.append(_Done(rank, self._clock() - begun, error))
-        with suppress(OSError):
-            os.eventfd_write(self._signal, 1)
+        with self._closing:
+            if self._signal >= 0:
+                os.eventfd_write(self._signal, 1)
 
     def _finish(self, lane: _Lane, let_in: list[int]) -> None:
         """Note moves that have ended."""
