@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import logging
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from prismtrace.errors import InputFileError
@@ -12,6 +14,7 @@ __all__ = ["run_on_cluster"]
 Result = TypeVar("Result")
 
 _CONNECT_S = 30
+_LOGGERS = ("distributed", "distributed.client", "distributed.core", "tornado.application")
 
 
 def run_on_cluster(
@@ -27,42 +30,60 @@ def run_on_cluster(
         address: of the scheduler, e.g. ``tcp://head:8786``.
 
     Raises:
-        InputFileError: the cluster does not answer, or the same task killed several workers.
+        InputFileError: the cluster does not answer or goes away, or the same task killed several
+            workers.
         Exception: what `function` raised, for the first task that fails.
     """
     from distributed import Client
     from distributed.client import FutureCancelledError
+    from distributed.comm import CommClosedError
     from distributed.scheduler import KilledWorker
 
-    try:
-        client = Client(address, timeout=_CONNECT_S, set_as_default=False)
-    except (OSError, ValueError) as error:
-        raise InputFileError(
-            f"no Dask scheduler answers: {_first_line(error)}",
-            where=address,
-            hint="start one with `dask scheduler`, and give the address that it prints",
-        ) from error
-    with client:
-        futures = [client.submit(function, *task, pure=False) for task in tasks]
+    with _silent_loggers():
         try:
-            for task, future in zip(tasks, futures, strict=True):
-                try:
-                    yield future.result()
-                except KilledWorker as error:
-                    raise InputFileError(
-                        "several workers died on this file, probably for lack of memory",
-                        where=str(task[0]),
-                        hint="give workers more memory or fewer threads, then run again with "
-                        "--resume",
-                    ) from error
-                except FutureCancelledError as error:
-                    raise InputFileError(
-                        "the cluster went away",
-                        where=address,
-                        hint="start it again, then run again with --resume",
-                    ) from error
-        finally:
-            client.cancel(futures)
+            client = Client(address, timeout=_CONNECT_S, set_as_default=False)
+        except (OSError, ValueError) as error:
+            raise InputFileError(
+                f"no Dask scheduler answers: {_first_line(error)}",
+                where=address,
+                hint="start one with `dask scheduler`, and give the address that it prints",
+            ) from error
+        with client:
+            futures = [client.submit(function, *task, pure=False) for task in tasks]
+            try:
+                for task, future in zip(tasks, futures, strict=True):
+                    try:
+                        yield future.result()
+                    except KilledWorker as error:
+                        raise InputFileError(
+                            "several workers died on this file, probably for lack of memory",
+                            where=str(task[0]),
+                            hint="give workers more memory or fewer threads, then run again with "
+                            "--resume",
+                        ) from error
+                    except (CommClosedError, FutureCancelledError) as error:
+                        raise InputFileError(
+                            "the cluster went away",
+                            where=address,
+                            hint="start it again, then run again with --resume",
+                        ) from error
+            finally:
+                # There may be nobody left who could be told.
+                with suppress(Exception):
+                    client.cancel(futures)
+
+
+@contextmanager
+def _silent_loggers() -> Iterator[None]:
+    """Dask tells what it does about lost connections in tracebacks; the caller gets an error."""
+    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def _first_line(error: BaseException) -> str:

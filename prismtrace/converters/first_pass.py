@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+from prismtrace import __version__
 from prismtrace.converters.files import convert_file
 from prismtrace.converters.kept import load_part, make_part, part_key
 from prismtrace.converters.rank_trace import RankOptions, RankTrace
@@ -40,7 +41,7 @@ def read_kept(tasks: Sequence[Task], folder: Path, jobs: int, dask: str | None) 
     """
     keys = [part_key(*task) for task in tasks]
     calls = [
-        (path.absolute(), folder, key, _absolute(options), rank)
+        (path.absolute(), folder, key, _absolute(options), rank, __version__)
         for key, (path, options, rank) in zip(keys, tasks, strict=True)
     ]
     if dask is None:

@@ -96,11 +96,11 @@ def make_part(
     key: str,
     options: RankOptions,
     given_rank: int | None,
-    version: str = __version__,
+    version: str,
 ) -> None:
     """Read `path` and leave its part in `folder`, unless it is there already.
 
-    May run on another machine that sees the same files.
+    May run on another machine that sees the same files; `version` is that of the caller.
 
     Raises:
         TraceError: the file cannot be read or used.

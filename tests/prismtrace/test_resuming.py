@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from prismtrace import cli
+from prismtrace import __version__, cli
 from prismtrace.converters import convert, kept
 from prismtrace.converters.kept import count_kept, load_part, make_part, part_key
 from prismtrace.converters.rank_trace import RankOptions
@@ -156,7 +156,7 @@ def test_the_command_says_what_is_kept(files: list[Path], out: Path) -> None:
 def part(files: list[Path], tmp_path: Path) -> tuple[Path, Path, str]:
     folder = tmp_path / "parts"
     folder.mkdir()
-    make_part(files[0], folder, "key", RankOptions(), None)
+    make_part(files[0], folder, "key", RankOptions(), None, __version__)
     return files[0], folder, "key"
 
 
@@ -199,7 +199,7 @@ def test_storage_that_is_not_shared(
         load_part(part[0], part[1], "other")
     assert "share" in caught.value.hint
     with pytest.raises(OutputError, match="does not see the folder"):
-        make_part(part[0], part[1] / "none", "key", RankOptions(), None)
+        make_part(part[0], part[1] / "none", "key", RankOptions(), None, __version__)
 
 
 def test_another_version_on_the_cluster(part: tuple[Path, Path, str]) -> None:
