@@ -213,7 +213,7 @@ def convert(
     _check_options(comm_kernel or [], step_from, keep_arg or [], grain)
     size = sum(file.stat().st_size for file in files)
     with (
-        _telling_what_is_kept(output, len(files)),
+        _telling_what_is_kept(output, len(files), keep=resume or dask is not None),
         console.progress("converting", total=size, unit="bytes") as bar,
     ):
         report = convert_files(
@@ -244,14 +244,14 @@ def convert(
 
 
 @contextmanager
-def _telling_what_is_kept(output: Path, files: int) -> Iterator[None]:
+def _telling_what_is_kept(output: Path, files: int, *, keep: bool) -> Iterator[None]:
     """When the block fails, say what the next attempt need not read again."""
     from prismtrace.converters.kept import count_kept
 
     try:
         yield
     except BaseException:
-        kept = count_kept(output)
+        kept = count_kept(output) if keep else 0
         if kept:
             print(
                 f"{kept:,} of {console.counted(files, 'file')} are read and kept: the same command "
