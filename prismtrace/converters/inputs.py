@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from prismtrace.converters.archives import is_archive, members_of
 from prismtrace.converters.sniff import is_dump
 from prismtrace.errors import InputFileError, RankError
 from prismtrace.input_files import files_of, require_readable, unreadable
@@ -16,13 +17,16 @@ __all__ = ["PathLike", "expand_inputs", "given_ranks", "rank_in_name"]
 PathLike = str | os.PathLike[str]
 
 _SUFFIXES = (".json", ".json.gz", ".et", ".et.gz", ".sqlite")
+_ARCHIVES = (".tgz", ".tar.gz", ".tar")
 
 _ET = r"[._-](\d+)\.et(?:\.gz)?$"
 _RANK_IN_NAME = (r"rank[-_]?(\d+)", r"worker[-_]?(\d+)", r"_(\d+)\.(?:json|sqlite)", _ET)
 
 
 def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
-    """Files, folders (their files with `_SUFFIXES`) and glob patterns as a list of files.
+    """Files, folders, glob patterns and archives as a list of files.
+
+    Of folders and archives those count that end like a trace (`_SUFFIXES`).
 
     Raises:
         InputFileError: a path does not exist or a folder holds no trace.
@@ -33,8 +37,8 @@ def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
         try:
             paths += files_of(
                 item,
-                _SUFFIXES,
-                what="trace (.json, .json.gz, .et, .et.gz or .sqlite)",
+                (*_SUFFIXES, *_ARCHIVES),
+                what="trace (.json, .json.gz, .et, .et.gz or .sqlite, or an archive of them)",
                 hint="name the folder or the files that the profiler wrote",
                 also=_is_nameless_dump,
             )
@@ -44,12 +48,20 @@ def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
         raise InputFileError("no input file was given", hint="name at least one trace")
     for path in paths:
         require_readable(path)
+    paths = [member for path in paths for member in _members(path)]
     seen: set[Path] = set()
     for path in paths:
         if path.resolve() in seen:
             raise RankError("the file is given twice", where=str(path), hint="name it once")
         seen.add(path.resolve())
     return paths
+
+
+def _members(path: Path) -> list[Path]:
+    """The traces in an archive; any other file stands for itself."""
+    if path.name.endswith(_SUFFIXES) or not is_archive(path):
+        return [path]
+    return members_of(path, _SUFFIXES)
 
 
 def _is_nameless_dump(path: Path) -> bool:

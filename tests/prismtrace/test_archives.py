@@ -1,0 +1,61 @@
+"""Archives stand for the traces in them."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from prismtrace.converters.inputs import expand_inputs
+from prismtrace.errors import InputFileError
+from tests.prismtrace.chakra_traces import COLL, framed, node
+from tests.prismtrace.kineto_events import run
+
+
+def archive(path: Path, members: dict[str, bytes], mode: str = "w:gz") -> Path:
+    with tarfile.open(path, mode) as file:
+        for name, text in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(text)
+            file.addfile(entry, io.BytesIO(text))
+        link = tarfile.TarInfo("job/link.9.et")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        file.addfile(link)
+    return path
+
+
+TRACE = framed(node(1, dur=3), node(2, COLL, dur=5, comm_type=0, comm_size=8, data=[1]))
+
+
+@pytest.mark.parametrize(("name", "mode"), [("job.tgz", "w:gz"), ("job.tar", "w"), ("job", "w:gz")])
+def test_members_are_converted(tmp_path, name, mode):
+    members = {"job/run.1.et": TRACE, "job/run.0.et": TRACE, "job/._run.0.et": b"x", "notes": b"x"}
+    path = archive(tmp_path / name, members, mode)
+    found = expand_inputs(path)
+    assert [member.name for member in found] == ["run.0.et", "run.1.et"]
+    _, report = run(tmp_path, path)
+    assert (report.ranks, report.matched) == ((0, 1), {"by-order": 1})
+
+
+def test_nothing_is_unpacked_outside(tmp_path):
+    path = archive(tmp_path / "job.tgz", {"../../out.0.et": TRACE, "/abs.1.et": TRACE})
+    with pytest.raises(InputFileError, match="holds no trace"):
+        expand_inputs(path)
+
+
+def test_damaged_archives_are_refused(tmp_path):
+    path = archive(tmp_path / "job.tgz", {"run.0.et": TRACE * 9000})
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(InputFileError, match="not a whole archive") as error:
+        expand_inputs(path)
+    assert error.value.where == str(path)
+
+
+def test_a_recorded_archive(data_dir, tmp_path):
+    (found,) = expand_inputs(data_dir / "chakra" / "1.0.2-chakra.0.0.4.tgz")
+    trace, report = run(
+        tmp_path, data_dir / "chakra" / "1.0.2-chakra.0.0.4.tgz", ranks={found.name: 0}
+    )
+    assert (trace.header.kind, report.world_size, report.matched) == ("bare", 2, {"alone": 10})
