@@ -214,6 +214,8 @@ def _environment(spools: Path) -> Iterator[Mapping[str, str]]:
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
     }
     variables.setdefault("OMP_NUM_THREADS", "1")
+    # A stream that waits for a communication, to see its end, must not hold up the program's.
+    variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     found = importlib.metadata.entry_points(group="torch.backends")
     if any(point.value == _ENTRY_POINT for point in found):
         yield variables

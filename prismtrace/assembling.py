@@ -266,11 +266,22 @@ class _Job:
         from prismtrace.schema import ClockDomain
 
         hosts: dict[tuple[str, str], list[int]] = {}
+        spread: dict[tuple[str, str], int] = {}
         for rank, facts in sorted(self._facts.items()):
-            hosts.setdefault((facts["host"], facts["clock"]), []).append(rank)
+            key = (facts["host"], facts["clock"])
+            hosts.setdefault(key, []).append(rank)
+            if "residual_ns" in facts:
+                # Times of devices, which have clocks of their own.
+                spread[key] = max(spread.get(key, 0), facts["residual_ns"])
         return tuple(
-            ClockDomain(id=number, ranks=tuple(ranks), host=host, source=clock)
-            for number, ((host, clock), ranks) in enumerate(hosts.items())
+            ClockDomain(
+                id=number,
+                ranks=tuple(ranks),
+                host=key[0],
+                source=key[1],
+                uncertainty_ns=spread.get(key),
+            )
+            for number, (key, ranks) in enumerate(hosts.items())
         )
 
     def _last_step(self) -> int | None:

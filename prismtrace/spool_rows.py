@@ -13,14 +13,17 @@ from prismtrace.trace import node_schema
 
 __all__ = ["rank_rows"]
 
-_PLACE = {name: position for position, name in enumerate(NODE_FIELDS)}
+_SAID_LATER = ("mem_bytes", "mem_peak_bytes")
+"""Columns that only later words about a node fill."""
+_COLUMNS = (*NODE_FIELDS, *_SAID_LATER)
+_PLACE = {name: position for position, name in enumerate(_COLUMNS)}
 _START, _DURATION = _PLACE["start_ns"], _PLACE["dur_ns"]
 _LOCAL = {"group": pl.Int32, "stream": pl.Int32}
 """Numbers within the rank; `assemble` puts those of the trace in their place."""
 
 
 def rank_rows(spool: Spool, counts: Counter[str]) -> pl.DataFrame:
-    """Rows in order of their index: columns `rank` and `NODE_FIELDS`.
+    """Rows in order of their index: columns `rank`, `NODE_FIELDS`, and what is only said later.
 
     Counted are communications whose end nobody saw (``unfinished-communication``, they end
     when they start) and rows that were recorded while earlier ones were lost (``lost-rows``).
@@ -30,9 +33,9 @@ def rank_rows(spool: Spool, counts: Counter[str]) -> pl.DataFrame:
     """
     where = f"{spool.path} rank={spool.rank}"
     rows = _joined(spool, counts)
-    columns = list(zip(*rows, strict=True)) or [() for _ in NODE_FIELDS]
+    columns = list(zip(*rows, strict=True)) or [() for _ in _COLUMNS]
     series = []
-    for name, values in zip(NODE_FIELDS, columns, strict=True):
+    for name, values in zip(_COLUMNS, columns, strict=True):
         series.append(
             _lists(name, values, where) if name == "deps" else _series(name, values, where)
         )
@@ -62,6 +65,8 @@ def _joined(spool: Spool, counts: Counter[str]) -> list[list[Any]]:
     whole = next((at for at, row in enumerate(rows) if row[0] != at), len(rows))
     counts["lost-rows"] += len(rows) - whole
     del rows[whole:]
+    for row in rows:
+        row.extend((None, None))
     for index, start, duration in spool.timed:
         if index < whole:
             rows[index][_START], rows[index][_DURATION] = start, duration
@@ -69,6 +74,13 @@ def _joined(spool: Spool, counts: Counter[str]) -> list[list[Any]]:
         if index < whole:
             for name, value in values.items():
                 rows[index][_PLACE[name]] = value
+    if spool.facts.get("timed_later") and not spool.ended:
+        # Cut off before it said when its last nodes were.
+        timed = next((at for at, row in enumerate(rows) if row[_START] is None), len(rows))
+        counts["lost-rows"] += len(rows) - timed
+        del rows[timed:]
+    counts["host-times"] += spool.facts.get("host_times", 0)
+    counts["ends-at-wait"] += spool.facts.get("ends_at_wait", 0)
     return rows
 
 

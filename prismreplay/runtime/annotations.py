@@ -22,6 +22,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from prismreplay.runtime.cuda_streams import current_stream, watch_streams
+from prismreplay.runtime.device_time import Timeline
 from prismreplay.runtime.graph_recorder import GraphRecorder
 from prismreplay.runtime.program_position import ProgramPosition
 from prismtrace.recorder import SpanWriter
@@ -31,15 +33,31 @@ __all__ = ["make_recorder", "watch"]
 _STAGES = "torch.distributed.pipelining.stage"
 
 
-def make_recorder(writer: SpanWriter, *, clock: Callable[[], int] | None = None) -> GraphRecorder:
+def make_recorder(
+    writer: SpanWriter,
+    *,
+    clock: Callable[[], int] | None = None,
+    timeline: Timeline | None = None,
+    cuda: bool = False,
+) -> GraphRecorder:
     """The recorder of this process, with all hooks installed.
 
     Args:
         writer: of this rank's spool.
         clock: now, in ns, for a graph with times; None for a bare graph.
+        timeline: in place of `clock`, where devices compute.
+        cuda: tell the streams of CUDA apart. Graphs with and without differ.
     """
-    recorder = GraphRecorder(writer, clock=clock, in_backward=_in_backward)
+    recorder = GraphRecorder(
+        writer,
+        clock=clock,
+        in_backward=_in_backward,
+        timeline=timeline,
+        current_stream=current_stream if cuda else None,
+    )
     watch(recorder.position)
+    if cuda:
+        watch_streams(recorder.lanes)
     return recorder
 
 

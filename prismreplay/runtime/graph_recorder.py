@@ -15,6 +15,10 @@ A communication depends on the segment before it and on what is ahead of it in i
 group has one for collectives and, for p2p, one for every partner and direction (an exchange in
 which both sides receive first would be a cycle otherwise). A segment depends on the segment
 before it and on all that was waited for since.
+
+A program that puts work into several streams of a device has as many *lanes* of segments. A
+lane waits for what its own stream waits for: communications, and segments of other lanes before
+an event that the program has recorded there.
 """
 
 from __future__ import annotations
@@ -24,7 +28,11 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from prismreplay.runtime.device_clock import StreamKey
+from prismreplay.runtime.device_time import Timeline
+from prismreplay.runtime.lanes import Lane, Lanes
 from prismreplay.runtime.operations import Call, Group, Op
 from prismreplay.runtime.program_position import Place, ProgramPosition
 from prismtrace.recorder import SpanWriter
@@ -68,9 +76,12 @@ class GraphRecorder:
         clock: now, in ns, for a graph with times; None for a bare graph.
         callers: see `calling_frames`.
         in_backward: whether this thread is in a backward pass that no hook announced.
+        timeline: in place of `clock`, where devices compute; it tells the writer times later.
+        current_stream: the stream that the program puts work into now; None: it has but one.
 
     Attributes:
         position: where the program is, for hooks to move.
+        lanes: the streams that it puts work into, for hooks to tell.
         latest: token and time of the operation that was issued last.
     """
 
@@ -81,6 +92,8 @@ class GraphRecorder:
         clock: Callable[[], int] | None = None,
         callers: Callable[[], Sequence[Hashable]] = calling_frames,
         in_backward: Callable[[], bool] | None = None,
+        timeline: Timeline | None = None,
+        current_stream: Callable[[], StreamKey | None] | None = None,
     ) -> None:
         self.position = ProgramPosition(
             cut=self._cut,
@@ -90,15 +103,14 @@ class GraphRecorder:
         )
         self.latest: tuple[int, int] = (-1, 0)
         self._writer = writer
-        self._clock = clock or _no_clock
+        self._timeline = timeline
+        self._clock: Callable[[], Any] = clock or _no_clock
+        if timeline is not None:
+            self._clock = timeline.mark
         self._callers = callers
         self._next = 0
-        self._program = writer.stream("program")
-        self._segment: int | None = None
-        self._waited: list[int] = []
-        """What was waited for since the last segment ended."""
-        self._since = self._clock()
-        self._note: str | None = None
+        first = Lane(writer.stream("program"), self._clock())
+        self.lanes = Lanes(first, self, writer, timeline, current_stream)
         self._last: tuple[str, int, int | None, Sequence[Hashable]] = ("begin", -1, None, ())
         """The last event: what, which node, its batch, in which calls."""
         self._groups: dict[str, tuple[int, Group, str]] = {}
@@ -108,8 +120,10 @@ class GraphRecorder:
         self._batches: dict[int, int] = {}
         self._first_of_step = 0
         self._finished = False
-        if clock is not None:
+        if clock is not None or timeline is not None:
             writer.add_fact({"queued": True})
+        if timeline is not None:
+            writer.add_fact({"timed_later": True})
 
     # Communications -----------------------------------------------------------------------
 
@@ -120,6 +134,7 @@ class GraphRecorder:
 
     def issued(self, op: Op) -> int:
         """See `prismreplay.runtime.roles.GraphObserver`; the token is the node's index."""
+        self.lanes.find()
         now = self._clock()
         what, _, batch, _ = self._last
         if what != "issued" or op.batch is None or op.batch != batch:
@@ -135,13 +150,16 @@ class GraphRecorder:
             (
                 NODE, index, op.kind.value, self.position.note, stream, op.batch,
                 step, microbatch, chunk, phase, self._groups[op.group.key][0], seq, peer,
-                op.payload_bytes, op.dtype, op.reduce_op, now, None, deps,
+                op.payload_bytes, op.dtype, op.reduce_op,
+                now if self._timeline is None else None, None, deps,
             )
         )  # fmt: skip
+        if self._timeline is not None:
+            self._timeline.communication(index, now)
         if op.batch is not None:
             self._batches[index] = op.batch
         self._last = ("issued", index, op.batch, self._callers())
-        self.latest = (index, now or 0)
+        self.latest = (index, now if isinstance(now, int) else 0)
         self._begin_segment(now)
         return index
 
@@ -157,6 +175,7 @@ class GraphRecorder:
             return
         if what == "waited" and batch is not None and batch == self._batches.get(token):
             return
+        self.lanes.find()
         self._end_segment(self._clock())
 
     def waited(self, token: int, source: int | None = None) -> None:
@@ -165,13 +184,20 @@ class GraphRecorder:
         if op is not None and source is not None:
             seq = self._next_received(op, source)
             self._writer.amend(token, peer=source, seq=seq)
-        self._waited.append(token)
+        self.lanes.find()
+        self.lanes.current.waited.append(token)
         self._last = ("waited", token, self._batches.pop(token, None), ())
-        self._begin_segment(self._clock())
+        now = self._clock()
+        if self._timeline is not None:
+            self._timeline.waited(token, now)
+        self._begin_segment(now)
 
     def completed(self, token: int, start_ns: int, end_ns: int) -> None:
         """See `prismreplay.runtime.roles.GraphObserver`; any thread may call it."""
-        self._writer.timed(token, start_ns, end_ns)
+        if self._timeline is None:
+            self._writer.timed(token, start_ns, end_ns)
+        else:
+            self._timeline.ended(token, end_ns)
 
     def fail(self, reason: str) -> None:
         """The program failed: what it did last is not a whole step."""
@@ -183,49 +209,74 @@ class GraphRecorder:
             return
         self._finished = True
         self._end_segment(self._clock())
+        self.lanes.end_others()
         for number, group, desc in self._groups.values():
             if group.desc != desc:
                 self._writer.describe_group(number, desc=group.desc)
         if self.position.uncertain:
             # Counted, a step begins once an optimizer has stepped; after the last one it is none.
             self._writer.add_fact({"steps_until": self._first_of_step})
+        if self._timeline is not None:
+            self._timeline.close()
         self._writer.close()
 
     # Segments -----------------------------------------------------------------------------
 
-    def _end_segment(self, now: int | None) -> None:
+    def _end_segment(self, now: Any) -> None:
         """The program does something: what it did since the last event is a node."""
         self.position.settle()
         self._add_segment(self.position.place(), now)
 
     def _cut(self, place: Place) -> None:
         """The program moves on from a place."""
+        self.lanes.find()
         now = self._clock()
         self._add_segment(place, now)
-        self._last = ("moved", -1, None, ())
+        self.moved()
         self._begin_segment(now)
 
-    def _begin_segment(self, now: int | None) -> None:
-        self._since = now
-        self._note = self.position.note
+    def moved(self) -> None:
+        """What comes next is not about the operation that was issued or waited for last."""
+        self._last = ("moved", -1, None, ())
 
-    def _add_segment(self, place: Place, now: int | None) -> None:
+    def begin_segment(self) -> None:
+        """The program begins with something in its current lane."""
+        self._begin_segment(self._clock())
+
+    def end_segment(self, lane: Lane, now: Any) -> None:
+        """What it did there is a node."""
+        self._add_segment(self.position.place(), now, lane)
+
+    def _begin_segment(self, now: Any) -> None:
+        lane = self.lanes.current
+        lane.since = now
+        lane.note = self.position.note
+        lane.open = True
+
+    def _add_segment(self, place: Place, now: Any, lane: Lane | None = None) -> None:
+        lane = lane or self.lanes.current
         index = self._number()
         step, microbatch, chunk, phase = place
-        previous = [] if self._segment is None else [self._segment]
-        deps = [index - earlier for earlier in (*previous, *self._waited)]
-        duration = None if now is None or self._since is None else now - self._since
-        name, place = self._note or phase, (step, microbatch, chunk, phase)
+        previous = [] if lane.segment is None else [lane.segment]
+        deps = [index - earlier for earlier in (*previous, *lane.waited)]
+        since, duration = lane.since, None
+        if self._timeline is not None:
+            since = None
+        elif now is not None and since is not None:
+            duration = now - since
+        name, place = lane.note or phase, (step, microbatch, chunk, phase)
         self._writer.add(
             (
-                NODE, index, _MEMCPY, name, self._program, None, *place, *_NO_COMMUNICATION,
-                self._since, duration, deps,
+                NODE, index, _MEMCPY, name, lane.number, None, *place, *_NO_COMMUNICATION,
+                since, duration, deps,
             )
             if self.position.copying
-            else (COMPUTE, index, name, self._program, *place, self._since, duration, deps)
+            else (COMPUTE, index, name, lane.number, *place, since, duration, deps)
         )  # fmt: skip
-        self._segment = index
-        self._waited.clear()
+        if self._timeline is not None:
+            self._timeline.segment(index, lane.number, lane.since, now)
+        lane.segment = index
+        lane.waited.clear()
 
     def _number(self) -> int:
         index = self._next
@@ -237,6 +288,8 @@ class GraphRecorder:
 
     def _step_over(self) -> None:
         self._first_of_step = self._next
+        if self._timeline is not None:
+            self._timeline.settle()
         if not self._writer.background:
             self._writer.flush()
 
@@ -255,7 +308,8 @@ class GraphRecorder:
             queue.tail = []
             queue.batch = op.batch
         queue.tail.append(index)
-        earlier = queue.ahead if self._segment is None else [self._segment, *queue.ahead]
+        before = self.lanes.current.segment
+        earlier = queue.ahead if before is None else [before, *queue.ahead]
         return queue.stream, [index - each for each in earlier]
 
     def _number_received(self, op: Op, index: int) -> int | None:

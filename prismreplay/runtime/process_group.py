@@ -566,7 +566,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
                 self.real._start_coalescing(device)  # noqa: SLF001
             yield batch
             if batch.real is not None:
-                batch.real.work = self.real._end_coalescing(device)  # noqa: SLF001
+                batch.real.launched(self.real._end_coalescing(device))  # noqa: SLF001
         finally:
             self._batch, batch.open = None, False
 

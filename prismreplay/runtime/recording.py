@@ -1,12 +1,21 @@
 """The role of a rank whose true run is recorded: torch's own backend performs everything.
 
-Times are the host's, of `time.perf_counter_ns()`. A communication starts when the program issues
+Where devices compute, times are those at which they did (`prismreplay.runtime.device_time`), on the
+host's clock. Else they are the host's, of `time.perf_counter_ns()`. Then a communication starts when the program issues
 it, and ends
 
 - when the wait for it returns, if the program waits at once (all that torch calls synchronous);
 - when the backend's thread says that it is complete, if it is asynchronous (gloo's collectives);
 - when the wait for it returns, if the backend does not say: gloo's sends and receives. One that
   the program waits for late then seems to last until the wait.
+
+A communication of CUDA tensors starts when the device reaches the place where the program issued
+it. It ends
+
+- when the stream of the program goes on that waits for it, if the program waits at once: torch
+  then runs it on that very stream;
+- else when its own stream is past it. Where that cannot be seen (`Timeline.ends_at_wait`), the
+  wait tells, as above.
 
 What runs ahead of a communication on its group delays its start: `prismtrace.assemble`.
 """
@@ -20,15 +29,20 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from prismreplay.errors import UnsupportedOperationError
+import torch
+
 from prismreplay.runtime.annotations import make_recorder
+from prismreplay.runtime.cuda_streams import CudaDevices
+from prismreplay.runtime.device_time import Timeline
 from prismreplay.runtime.exits import before_exit
 from prismreplay.runtime.graph_recorder import GraphRecorder
 from prismreplay.runtime.operations import Call, Group, Op
 from prismreplay.runtime.process_group import living
+from prismreplay.runtime.works import RealBatch
 from prismtrace.recorder import SpanWriter
 from prismtrace.spool import SPOOL_SUFFIX
 
@@ -48,8 +62,10 @@ def start(rank: int, world_size: int) -> tuple[RecordRole, GraphRecorder]:
     """Begin to record this rank, until its process ends."""
     path = Path(os.environ[SPOOLS_VARIABLE]) / f"rank-{rank:05d}{SPOOL_SUFFIX}"
     writer = SpanWriter(path, rank=rank, world_size=world_size)
-    recorder = make_recorder(writer, clock=_now)
-    role = RecordRole(recorder)
+    timeline = Timeline(CudaDevices(), writer) if torch.cuda.is_available() else None
+    clock = _now if timeline is None else None
+    recorder = make_recorder(writer, clock=clock, timeline=timeline, cuda=timeline is not None)
+    role = RecordRole(recorder, timeline)
     atexit.register(role.let_go)
     # Whichever comes first; processes that multiprocessing starts have no atexit.
     atexit.register(recorder.finish)
@@ -75,9 +91,11 @@ class RecordRole:
 
     wants_real_groups = True
 
-    def __init__(self, recorder: GraphRecorder) -> None:
+    def __init__(self, recorder: GraphRecorder, timeline: Timeline | None = None) -> None:
         self._recorder = recorder
+        self._timeline = timeline
         self._running: set[int] = set()
+        self._batches: dict[int, list[tuple[int, Any]]] = {}
 
     def join(self, group: Group) -> None:
         """Nothing to do: the backend has joined."""
@@ -90,29 +108,51 @@ class RecordRole:
         """
         if not self._running:
             for group in tuple(living):
-                group.let_go()
+                if "nccl" not in group.backends.values():
+                    group.let_go()
 
     def submit(
         self, op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], call: Callable[[], Any]
     ) -> _Recorded:
         """See `prismreplay.runtime.roles.Role`."""
-        moved = inputs or outputs
-        if moved and moved[0].is_cuda:
-            raise UnsupportedOperationError(
-                "recording a communication of CUDA tensors",
-                where=f"{op.kind} group={op.group.name}",
-                hint="profile the run with torch.profiler, then `prismtrace convert`",
-            )
         token, begin = self._recorder.latest
         work = call()
         done = _Recorded(self._recorder, token, begin, op, work, self._running)
-        if _is_asynchronous(op, call):
+        if self._timeline is not None and _on_device(op, inputs, outputs):
+            done.on_device = True
+            self._follow(op, token, work, (inputs, outputs))
+        elif _is_asynchronous(op, call):
             done.watch()
         return done
+
+    def _follow(self, op: Op, token: int, work: Any, kept: Any) -> None:
+        """See to it that the end is seen where the program does not wait at once."""
+        timeline = self._timeline
+        if timeline is None or op.call is Call.BARRIER:
+            return  # whoever waits for a barrier blocks
+        if isinstance(work, RealBatch):
+            those = self._batches.setdefault(id(work), [])
+            if not those:
+                work.when_launched.append(partial(self._launched, id(work), op.group.key))
+            those.append((token, kept))
+            return
+        peers = None if op.peer is None else frozenset((op.peer, op.group.global_rank))
+        timeline.follow(token, work, (op.group.key, peers), kept)
+
+    def _launched(self, batch: int, group: str, work: Any) -> None:
+        those = self._batches.pop(batch, [])
+        if self._timeline is not None:
+            self._timeline.follow_all(those, work, (group, None))
 
     def make_store(self, namespace: str) -> NoReturn:
         """Torch keeps its own stores."""
         raise NotImplementedError(namespace)
+
+
+def _on_device(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """Whether a device performs it; a barrier has no tensors to tell."""
+    moved = inputs or outputs
+    return bool(moved[0].is_cuda) if moved else "nccl" in op.group.backend
 
 
 def _is_asynchronous(op: Op, call: Callable[[], Any]) -> bool:
@@ -126,7 +166,9 @@ def _is_asynchronous(op: Op, call: Callable[[], Any]) -> bool:
 class _Recorded:
     """An operation that the backend performs; see `prismreplay.runtime.roles.Pending`."""
 
-    __slots__ = ("_begin", "_ended", "_op", "_recorder", "_running", "_token", "_work", "source")
+    __slots__ = (
+        "_begin", "_ended", "_op", "_recorder", "_running", "_token", "_work", "on_device", "source",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -145,6 +187,8 @@ class _Recorded:
         self._work = work
         self._running = running
         self._ended = False
+        self.on_device = False
+        """A stream waits for it, not the host."""
 
     def watch(self) -> None:
         """Have the backend's thread say when it is complete."""
@@ -162,11 +206,15 @@ class _Recorded:
 
     def wait(self) -> None:
         """Block until the outputs are filled in."""
+        if self._work is None:
+            return  # on the program's own stream
         self._work.wait()
+        if self.on_device:
+            return
         self._end()
         if self._op.peer is None and self._op.call is Call.RECV:
             self.source = self._op.group.ranks[self._work._source_rank()]  # noqa: SLF001
 
     def done(self) -> bool:
         """True once `wait` would not block."""
-        return bool(self._work.is_completed())
+        return self._work is None or bool(self._work.is_completed())

@@ -6,7 +6,7 @@ else is called from Python only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -189,6 +189,15 @@ class RealBatch:
 
     def __init__(self) -> None:
         self.work: Any = None
+        self.when_launched: list[Callable[[Any], None]] = []
+        """Called with the work, once it is there."""
+
+    def launched(self, work: Any) -> None:
+        """The backend has launched the batch; None if it is over for the program."""
+        self.work = work
+        for call in self.when_launched:
+            call(work)
+        self.when_launched.clear()
 
     def wait(self) -> bool:
         """Wait for the whole batch."""

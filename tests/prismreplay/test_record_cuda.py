@@ -1,0 +1,241 @@
+"""`prismreplay record` on a GPU: what devices did is in the trace, when they did it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from textwrap import dedent
+
+import polars as pl
+import pytest
+
+import prismcalib
+import prismtrace as pt
+
+pytestmark = pytest.mark.gpu
+
+BEGIN = """
+import json, os, signal, sys, time
+signal.alarm(120)
+import torch
+import torch.distributed as dist
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+SLEEP = 20_000_000
+tensor = torch.ones(1 << 20, device="cuda")
+dist.all_reduce(tensor)
+torch.cuda.synchronize()
+begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+begin.record(); torch.cuda._sleep(SLEEP); end.record(); torch.cuda.synchronize()
+sleep_ns = begin.elapsed_time(end) * 1e6
+"""
+END = """
+torch.cuda.synchronize()
+if rank == 0:
+    print("TOLD", json.dumps({"sleep_ns": sleep_ns}))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def record(tmp_path, run_command):
+    """Record a program; the rows of its trace, the trace, and what it told."""
+
+    def record(text, ranks=1, expect=0):
+        path = tmp_path / "program.py"
+        path.write_text(BEGIN + dedent(text) + END)
+        done = run_command(
+            "prismreplay", "record", "--nproc-per-node", ranks, "-o", "run.parquet", "--", path
+        )
+        assert done.returncode == expect, done.stdout + done.stderr
+        trace = pt.open(tmp_path / "run.parquet")
+        assert {each.rule for each in pt.validate(trace)} <= {"overlap"}
+        told = [line for line in done.stdout.splitlines() if line.startswith("TOLD")]
+        return trace.collect(), trace, json.loads(told[0][5:])
+
+    return record
+
+
+def test_segments_last_as_long_as_their_kernels(record):
+    rows, trace, told = record(
+        """
+        for step in range(4):
+            with torch.profiler.record_function(f"step {step}"):
+                torch.cuda._sleep(SLEEP)
+                dist.all_reduce(tensor)
+                torch.cuda._sleep(SLEEP)
+                torch.cuda._sleep(SLEEP)
+                dist.all_reduce(tensor)
+        """
+    )
+    assert rows["start_ns"].null_count() == 0
+    step = rows.filter(step=2)
+    long = step.filter(kind="compute").sort("dur_ns")["dur_ns"].to_list()[-2:]
+    assert long == pytest.approx([told["sleep_ns"], 2 * told["sleep_ns"]], rel=0.02)
+    assert trace.header.clock[0].uncertainty_ns < 100_000
+    assert trace.header.policies.get("host-times", 0) == 0
+    assert rows["mem_bytes"].drop_nulls().max() >= 1 << 22
+    merged = prismcalib.merge(trace).report
+    assert abs(merged.difference_ns) <= merged.recorded_ns // 50
+
+
+def test_the_host_runs_ahead_and_does_not_wait(record):
+    rows, _, told = record(
+        """
+        begun = time.perf_counter_ns()
+        works = []
+        for step in range(3):
+            with torch.profiler.record_function(f"step {step}"):
+                for _ in range(10):
+                    torch.cuda._sleep(SLEEP)
+                    works.append(dist.all_reduce(tensor, async_op=True))
+                for work in works:
+                    work.wait()
+                works.clear()
+        issued_ns = time.perf_counter_ns() - begun
+        assert issued_ns < 20 * sleep_ns, "recording has waited for the device"
+        """
+    )
+    sleeps = rows.filter(pl.col("step") == 1, pl.col("kind") == "compute").sort("dur_ns")[-9:]
+    assert sleeps["dur_ns"].to_list() == pytest.approx([told["sleep_ns"]] * 9, rel=0.02)
+
+
+def test_what_a_side_stream_does_is_beside_the_program(record):
+    rows, trace, told = record(
+        """
+        side = torch.cuda.Stream()
+        for step in range(3):
+            with torch.profiler.record_function(f"step {step}"):
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    torch.cuda._sleep(SLEEP)
+                torch.cuda._sleep(SLEEP)
+                torch.cuda.current_stream().wait_stream(side)
+                dist.all_reduce(tensor)
+        """
+    )
+    assert "program, stream 1" in trace.header.streams.values()
+    step = rows.filter(step=1)
+    both = step.filter(pl.col("kind") == "compute", pl.col("dur_ns") > told["sleep_ns"] / 2)
+    assert both.height == 2
+    assert both["stream"].n_unique() == 2
+    first, second = both.sort("start_ns").rows(named=True)
+    assert second["start_ns"] < first["start_ns"] + first["dur_ns"], "they overlap"
+
+
+def test_ddp_fsdp_and_groups_of_the_host(record):
+    rows, trace, _ = record(
+        """
+        from torch import nn
+        from torch.distributed.fsdp import fully_shard
+        def layers():
+            return nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).cuda()
+        ddp = nn.parallel.DistributedDataParallel(layers(), bucket_cap_mb=1)
+        sharded = layers()
+        for layer in sharded:
+            fully_shard(layer)
+        fully_shard(sharded)
+        optimizers = [torch.optim.AdamW(each.parameters()) for each in (ddp, sharded)]
+        for step in range(4):
+            with torch.profiler.record_function(f"step {step}"):
+                for model, optimizer in zip((ddp, sharded), optimizers):
+                    model(torch.randn(64, 512, device="cuda")).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                dist.all_reduce(torch.ones(4))  # gloo
+                said = [None] * dist.get_world_size()
+                dist.all_gather_object(said, {"step": step})
+                dist.barrier()
+        """
+    )
+    kinds = set(rows.filter(step=2)["kind"])
+    assert {"all_reduce", "all_gather", "reduce_scatter", "barrier"} <= kinds
+    assert rows["start_ns"].null_count() == 0
+    assert set(rows["phase"].drop_nulls()) >= {"forward", "backward", "optimizer"}
+    starts = dict(rows.select("index", "start_ns").iter_rows())
+    ends = {index: starts[index] + dur for index, dur in rows.select("index", "dur_ns").iter_rows()}
+    early = [
+        ends[index - back] - starts[index]
+        for index, deps in rows.select("index", "deps").iter_rows()
+        for back in deps
+        if ends[index - back] > starts[index] + trace.header.clock[0].uncertainty_ns
+    ]
+    assert len(early) <= len(starts) // 20, early
+
+
+def test_a_captured_graph_does_not_disturb(record):
+    rows, _, _ = record(
+        """
+        graph = torch.cuda.CUDAGraph()
+        static = torch.ones(1 << 10, device="cuda")
+        with torch.cuda.graph(graph):
+            static.add_(1)
+            dist.all_reduce(static)
+        for step in range(3):
+            with torch.profiler.record_function(f"step {step}"):
+                graph.replay()
+                dist.all_reduce(tensor)
+        """
+    )
+    assert rows.filter(step=1, kind="all_reduce").height == 1
+
+
+def test_peak_memory_is_that_of_a_plain_run(tmp_path, record):
+    text = """
+    parts = [torch.randn(1 << 20, device="cuda", requires_grad=True) for _ in range(4)]
+    for step in range(5):
+        with torch.profiler.record_function(f"step {step}"):
+            work = [dist.all_reduce(part.detach() * 2, async_op=True) for part in parts]
+            sum((part * part).sum() for part in parts).backward()
+            for each in work:
+                each.wait()
+    print("PEAK", torch.cuda.max_memory_allocated())
+    """
+    record(text)
+    path = tmp_path / "program.py"
+    log = (tmp_path / "run.logs" / "rank-0000.log").read_text()
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    plain = subprocess.run(
+        [sys.executable, path],
+        env={**os.environ, **variables, "MASTER_PORT": "29777"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    peaks = [
+        [line for line in said.splitlines() if line.startswith("PEAK")]
+        for said in (log, plain.stdout)
+    ]
+    assert peaks[0] == peaks[1]
+    assert peaks[0]
+
+
+@pytest.mark.multi_gpu
+def test_two_ranks_agree_on_the_time_of_a_collective(record):
+    rows, _, told = record(
+        """
+        big = torch.ones(1 << 26, device="cuda")
+        for step in range(4):
+            with torch.profiler.record_function(f"step {step}"):
+                if rank == 1:
+                    torch.cuda._sleep(SLEEP)
+                work = dist.all_reduce(big, async_op=True)
+                torch.cuda._sleep(10 * SLEEP)
+                work.wait()
+                ops = [dist.P2POp(dist.isend, tensor, 1 - rank), dist.P2POp(dist.irecv, tensor, 1 - rank)]
+                for each in dist.batch_isend_irecv(ops):
+                    each.wait()
+        """,
+        ranks=2,
+    )
+    step = rows.filter(step=2, kind="all_reduce").sort("rank")
+    begun, lasted = step["start_ns"].to_list(), step["dur_ns"].to_list()
+    assert begun[1] - begun[0] > 0
+    ends = [start + length for start, length in zip(begun, lasted, strict=True)]
+    assert abs(ends[0] - ends[1]) < 200_000
+    assert max(lasted) < 5 * told["sleep_ns"], "it is over long before the wait"
+    assert rows.filter(step=2, kind="send").height == 2
