@@ -27,12 +27,12 @@ from prismtrace.converters.nsys.nccl import (
     communicators,
     records_of_calls,
 )
-from prismtrace.converters.nsys.tables import GPU_TABLES, Tables, read_tables
+from prismtrace.converters.nsys.tables import GPU_TABLES, Process, Tables, read_tables
 from prismtrace.converters.profile import CATEGORIES, Profile
 from prismtrace.errors import InputFileError
 from prismtrace.schema import Kind
 
-__all__ = ["ProcessProfile", "read_processes"]
+__all__ = ["Export", "read_export"]
 
 _CATEGORY = pl.Enum(CATEGORIES)
 _COMM_SCHEMA: Mapping[str, Any] = {
@@ -61,25 +61,34 @@ _OTHER_DEVICE = 10**6  # added to the numbers of streams
 
 
 @dataclass(frozen=True)
-class ProcessProfile:
-    """A process that ran kernels."""
+class Export:
+    """The rows of an export, and the processes that ran kernels, by device and process id.
 
-    pid: int
-    device: int
-    """The device that it used most, as the process counts them."""
-    groups: tuple[NamedGroup, ...]
-    profile: Profile
+    Profiles are made one at a time, for each is larger than its rows.
+    """
+
+    path: Path
+    epoch_ns: int
+    keep_args: tuple[str, ...]
+    patterns: CommPatterns
+    processes: tuple[Process, ...]
+    tables: Tables
+    payloads: Payloads
+
+    def profile(self, pid: int) -> tuple[Profile, tuple[NamedGroup, ...]]:
+        """What one process did, and the communicators that it was in."""
+        return _profile(self, self.tables.of(pid))
 
 
-def read_processes(
+def read_export(
     database: Database,
     path: Path,
     epoch_ns: int,
     keep_args: Sequence[str],
     patterns: CommPatterns,
     counts: Counter[str],
-) -> list[ProcessProfile]:
-    """The profiles of all processes that ran kernels, by device and process id.
+) -> Export:
+    """Read an export.
 
     Args:
         database: an open export.
@@ -93,8 +102,8 @@ def read_processes(
         InputFileError: no process ran a kernel, or times are impossible.
     """
     tables = read_tables(database, keep_args, counts)
-    pids = tables.pids()
-    if not pids:
+    processes = tables.processes()
+    if not processes:
         raise InputFileError(
             "no kernel is in the export",
             where=str(path),
@@ -102,10 +111,7 @@ def read_processes(
         )
     _check_times(tables, epoch_ns, path)
     payloads = Payloads(database, counts)
-    found = [
-        _process(tables.of(pid), pid, path, epoch_ns, keep_args, patterns, payloads) for pid in pids
-    ]
-    return sorted(found, key=lambda process: (process.device, process.pid))
+    return Export(path, epoch_ns, tuple(keep_args), patterns, processes, tables, payloads)
 
 
 def _check_times(tables: Tables, epoch_ns: int, path: Path) -> None:
@@ -122,18 +128,11 @@ def _check_times(tables: Tables, epoch_ns: int, path: Path) -> None:
             )
 
 
-def _process(
-    tables: Tables,
-    pid: int,
-    path: Path,
-    epoch_ns: int,
-    keep_args: Sequence[str],
-    patterns: CommPatterns,
-    payloads: Payloads,
-) -> ProcessProfile:
+def _profile(export: Export, tables: Tables) -> tuple[Profile, tuple[NamedGroup, ...]]:
+    keep_args, patterns = export.keep_args, export.patterns
     counts: Counter[str] = Counter()
-    gpu, device = _gpu_events(tables, keep_args, counts)
-    ranges, calls = _ranges(tables.nvtx, payloads)
+    gpu = _gpu_events(tables, keep_args, counts)
+    ranges, calls = _ranges(tables.nvtx, export.payloads)
     records, groups = _records(tables, gpu, ranges, calls, patterns, counts)
     if records is not None:
         ranges = ranges.filter(pl.col("name") != _RECORD)
@@ -141,7 +140,7 @@ def _process(
     frames = [part for part in (*parts, records) if part is not None]
     events = (
         pl.concat(frames, how="diagonal")
-        .with_columns(pl.col("dur_ns") - pl.col("start_ns"), pl.col("start_ns") + epoch_ns)
+        .with_columns(pl.col("dur_ns") - pl.col("start_ns"), pl.col("start_ns") + export.epoch_ns)
         .with_columns(pl.col("dur_ns").clip(0))
         .with_row_index("row")
     )
@@ -153,7 +152,7 @@ def _process(
     streams = _communicating_streams(gpu, patterns)
     silent = records is None or records["pg_name"].null_count() == records.height
     profile = Profile(
-        path=path,
+        path=export.path,
         events=events.select(
             "row", "cat", "name", "tid", "start_ns", "dur_ns", "correlation", "stream", "bytes",
             *[f"x_arg_{name}" for name in keep_args],
@@ -163,12 +162,10 @@ def _process(
         counts=dict(counts),
         has_gpu=True,
     )  # fmt: skip
-    return ProcessProfile(pid, device, groups, profile)
+    return profile, groups
 
 
-def _gpu_events(
-    tables: Tables, keep_args: Sequence[str], counts: Counter[str]
-) -> tuple[pl.DataFrame, int]:
+def _gpu_events(tables: Tables, keep_args: Sequence[str], counts: Counter[str]) -> pl.DataFrame:
     """Kernels, copies, sets and graphs as events whose `dur_ns` still is the end."""
     parts = []
     for name, category in GPU_TABLES.items():
@@ -181,12 +178,11 @@ def _gpu_events(
                 "bytes", *extra,
             )
         )  # fmt: skip
-    gpu = pl.concat(parts, how="diagonal").with_columns(pl.col("device").fill_null(0))
+    gpu = pl.concat(parts, how="diagonal")
     counts["opaque-graph"] += tables.gpu["CUPTI_ACTIVITY_KIND_GRAPH_TRACE"].height
     absent = [name for name in keep_args if f"x_arg_{name}" not in gpu.columns]
     gpu = gpu.with_columns(pl.lit(None, dtype=pl.Int64).alias(f"x_arg_{name}") for name in absent)
-    busy = gpu.group_by("device").agg((pl.col("end") - pl.col("start")).sum().alias("busy"))
-    devices = busy.sort("busy", "device", descending=[True, False])["device"].to_list()
+    devices = tables.devices()
     if len(devices) > 1:
         # Streams of different devices may have the same number.
         counts["several-devices"] += len(devices)
@@ -194,8 +190,7 @@ def _gpu_events(
             devices, [_OTHER_DEVICE * k for k in range(len(devices))], return_dtype=pl.Int64
         )
         gpu = gpu.with_columns(pl.col("stream").fill_null(0) + shift)
-    events = gpu.rename({"start": "start_ns", "end": "dur_ns"}).drop("device", "context", "green")
-    return events, int(devices[0])
+    return gpu.rename({"start": "start_ns", "end": "dur_ns"}).drop("device", "context", "green")
 
 
 def _runtime_events(tables: Tables) -> pl.DataFrame:

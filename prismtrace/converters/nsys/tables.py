@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import polars as pl
 
 from prismtrace.converters.kineto.records import NOTHING
 from prismtrace.converters.nsys.database import Database
 
-__all__ = ["GPU_TABLES", "Tables", "read_tables"]
+__all__ = ["GPU_TABLES", "Process", "Tables", "read_tables"]
 
 _KERNEL = "CUPTI_ACTIVITY_KIND_KERNEL"
 _MEMCPY = "CUPTI_ACTIVITY_KIND_MEMCPY"
@@ -35,6 +36,13 @@ _PROCESS_BITS = ~0xFFFFFF
 _CALLS = ("Launch", "Memcpy", "Memset", "Mem", "Synchronize", "EventRecord", "WaitEvent")
 
 
+class Process(NamedTuple):
+    """A process, by its globalPid, and the device that it used most, as it counts them."""
+
+    device: int
+    pid: int
+
+
 @dataclass(frozen=True)
 class Tables:
     """Rows of all processes, or of one; `pid` is the globalPid.
@@ -50,10 +58,17 @@ class Tables:
     nvtx: pl.DataFrame
     syncs: pl.DataFrame
 
-    def pids(self) -> list[int]:
-        """Processes that ran kernels or graphs."""
+    def processes(self) -> tuple[Process, ...]:
+        """Those that ran kernels or graphs, by device and number."""
         both = pl.concat([self.gpu[_KERNEL].select("pid"), self.gpu[_GRAPH].select("pid")])
-        return both.get_column("pid").unique().sort().to_list()
+        pids = both.get_column("pid").unique().to_list()
+        return tuple(sorted(Process(self.of(pid).devices()[0], pid) for pid in pids))
+
+    def devices(self) -> list[int]:
+        """Devices that worked, the busiest first."""
+        work = pl.concat([table.select("device", "start", "end") for table in self.gpu.values()])
+        busy = work.group_by("device").agg(busy=(pl.col("end") - pl.col("start")).sum())
+        return busy.sort("busy", "device", descending=[True, False]).get_column("device").to_list()
 
     def of(self, pid: int) -> Tables:
         """The rows of one process."""
@@ -120,7 +135,9 @@ def _gpu(
     # 0 is what an orphan's correlation looks like.
     correlation = pl.when(pl.col("correlation") != 0).then(pl.col("correlation"))
     frame = frame.with_columns(
-        pid=pl.col("pid").fill_null(pl.lit(only, dtype=pl.Int64)), correlation=correlation
+        pl.col("device").fill_null(0),
+        pid=pl.col("pid").fill_null(pl.lit(only, dtype=pl.Int64)),
+        correlation=correlation,
     )
     lost = frame.get_column("pid").null_count()
     counts["dropped-no-process"] += lost
