@@ -164,6 +164,7 @@ class CollectPending:
         self._connection = connection
         self._ticket = ticket
         self._outputs: Sequence[Tensor] | None = outputs
+        self._issued = cuda_staging().mark(outputs[0]) if _on_gpu(outputs) else None
         self._lock = threading.Lock()
 
     def wait(self) -> None:
@@ -181,6 +182,7 @@ class CollectPending:
                     if span is not None
                 ],
                 parcel,
+                self._issued,
             )
             parcel.close()
             self._outputs = None
@@ -305,7 +307,7 @@ def pack(inputs: Sequence[Tensor], place: Place) -> Parcel:
         HandoverError: no space is left for them.
     """
     writer = ParcelWriter(place)
-    if len(inputs) and all(tensor.is_cuda for tensor in inputs):
+    if _on_gpu(inputs):
         cuda_staging().collect(inputs, writer)
     else:
         for tensor in inputs:
@@ -313,13 +315,20 @@ def pack(inputs: Sequence[Tensor], place: Place) -> Parcel:
     return writer.finish()
 
 
-def fill_all(outputs: Sequence[tuple[Tensor, Span]], parcel: Parcel) -> None:
-    """Write bytes of a parcel into tensors of whatever layout and device."""
-    if outputs and all(output.is_cuda for output, _ in outputs):
-        cuda_staging().deliver(outputs, parcel)
+def fill_all(outputs: Sequence[tuple[Tensor, Span]], parcel: Parcel, issued: Any = None) -> None:
+    """Write bytes of a parcel into tensors of whatever layout and device.
+
+    On a GPU, after what it had been given to do when the communication was `issued`.
+    """
+    if _on_gpu([output for output, _ in outputs]):
+        cuda_staging().deliver(outputs, parcel, issued)
         return
     for output, span in outputs:
         fill(output, parcel, span)
+
+
+def _on_gpu(tensors: Sequence[Tensor]) -> bool:
+    return bool(tensors) and all(tensor.is_cuda for tensor in tensors)
 
 
 def fill(output: Tensor, parcel: Parcel, span: Span) -> None:

@@ -37,6 +37,12 @@ class Copies(Protocol):
     def finish(self, device: Any) -> None:
         """Wait for the copies to and from `device`."""
 
+    def mark(self, device: Any) -> Any:
+        """What `device` has been given to do so far."""
+
+    def follow(self, mark: Any) -> None:
+        """Copies from now on come after that."""
+
 
 class CudaCopies:
     """On the current stream of whichever thread asks."""
@@ -52,6 +58,14 @@ class CudaCopies:
     def finish(self, device: Any) -> None:
         """See `Copies`."""
         torch.cuda.current_stream(device).synchronize()
+
+    def mark(self, device: Any) -> Any:
+        """See `Copies`."""
+        return torch.cuda.current_stream(device).record_event()
+
+    def follow(self, mark: Any) -> None:
+        """See `Copies`."""
+        torch.cuda.current_stream().wait_event(mark)
 
 
 class Staging:
@@ -78,8 +92,26 @@ class Staging:
             flat = [_flat(tensor.detach().resolve_conj().resolve_neg()) for tensor in tensors]
         self._pass(flat, _Outward(writer, self._copies))
 
-    def deliver(self, outputs: Sequence[tuple[Tensor, Span]], parcel: Parcel) -> None:
-        """Fill tensors of one device from where their bytes are in a parcel."""
+    def mark(self, tensor: Tensor) -> Any:
+        """What has to be over before `tensor` may be written: its memory may have been another's.
+
+        A communication comes after what was asked for before it was issued, on whatever stream
+        the program waits for it.
+        """
+        return self._copies.mark(tensor.device)
+
+    def deliver(
+        self, outputs: Sequence[tuple[Tensor, Span]], parcel: Parcel, after: Any = None
+    ) -> None:
+        """Fill tensors of one device from where their bytes are in a parcel.
+
+        Args:
+            outputs: tensors and the places of their bytes.
+            parcel: has them.
+            after: a `mark` of when the communication was issued.
+        """
+        if after is not None:
+            self._copies.follow(after)
         flat, strided = [], []
         with torch.no_grad():
             for output, _ in outputs:

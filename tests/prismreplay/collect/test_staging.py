@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prismreplay.collect.client import fill_all, pack
-from prismreplay.collect.handover import INLINE_BYTES, ParcelWriter, Place
+from prismreplay.collect.handover import INLINE_BYTES, ParcelWriter, Place, Span
 from prismreplay.collect.staging import BUFFER_BYTES, CudaCopies, Staging
 
 
@@ -17,6 +17,14 @@ class LazyCopies:
         self.asked: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.finished = 0
         self.buffers: list[int] = []
+        self.followed: list[str] = []
+
+    def mark(self, device):
+        return f"mark on {device}"
+
+    def follow(self, mark):
+        assert not self.asked, "too late: bytes are on their way"
+        self.followed.append(mark)
 
     def pinned(self, nbytes):
         self.buffers.append(nbytes)
@@ -61,8 +69,6 @@ def test_there_and_back_again(copies, most):
     outputs[1] = torch.empty(4, 6, dtype=torch.int64)[:, ::2]
     versions = [one._version for one in outputs]
     offset, wanted = 0, []
-    from prismreplay.collect.handover import Span
-
     for one, output in zip(sent, outputs, strict=True):
         nbytes = one.numel() * one.element_size()
         wanted.append((output, Span(offset, nbytes)))
@@ -127,6 +133,17 @@ def test_threads_do_not_share_a_buffer():
     assert len(slow.buffers) in (1, 2)
 
 
+def test_outputs_are_written_after_what_was_asked_for_before_the_communication(copies):
+    staging = Staging(copies)
+    writer = ParcelWriter(Place())
+    staging.collect([torch.ones(4)], writer)
+    output = torch.zeros(4)
+    mark = staging.mark(output)
+    staging.deliver([(output, Span(0, 16))], writer.finish(), mark)
+    assert copies.followed == ["mark on cpu"]
+    assert output.tolist() == [1, 1, 1, 1]
+
+
 def test_nothing_to_move(copies):
     Staging(copies).collect([], ParcelWriter(Place()))
     Staging(copies).collect([torch.zeros(0)], ParcelWriter(Place()))
@@ -145,8 +162,6 @@ def test_on_a_gpu_the_bytes_are_those_of_a_plain_copy():
 
 @pytest.mark.gpu
 def test_on_a_gpu_inputs_are_read_after_what_the_stream_computes():
-    from prismreplay.collect.handover import Span
-
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         x = torch.zeros(1 << 22, device="cuda")
