@@ -22,6 +22,8 @@ __all__ = ["run_command", "run_ranks"]
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 3.0
 """What is asked to end has this long before it is killed."""
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""What gloo tells a rank whose partner is gone: not why the run failed."""
 
 
 def run_ranks(
@@ -99,13 +101,35 @@ def _watch(
         for rank, process in list(running.items()):
             code = process.poll()
             if code:
+                cause, how = _cause(running, selector, logs)
                 raise RankFailedError(
-                    f"rank {rank} {_ending(code)}",
-                    where=str(logs.path(rank)),
-                    report="" if logs.shows(rank) else logs.tail(rank),
+                    f"rank {cause} {_ending(how)}",
+                    where=str(logs.path(cause)),
+                    report="" if logs.shows(cause) else logs.tail(cause),
                 )
             if code == 0:
                 del running[rank]
+
+
+def _cause(
+    running: Mapping[int, subprocess.Popen[bytes]],
+    selector: selectors.BaseSelector,
+    logs: RankLogs,
+) -> tuple[int, int]:
+    """Of ranks that have failed, the one that did not fail for want of another; its exit code.
+
+    Python takes its time to end a process, and a rank that has lost its partner may be gone first.
+    """
+    limit = time.monotonic() + _GRACE_SECONDS
+    while True:
+        codes = {rank: code for rank, one in running.items() if (code := one.poll())}
+        for key in selector.get_map().values():
+            logs.pump(key.fd)
+        causes = [rank for rank in codes if not any(word in logs.tail(rank) for word in _LOST)]
+        if causes or len(codes) == len(running) or time.monotonic() > limit:
+            rank = (causes or list(codes))[0]
+            return rank, codes[rank]
+        time.sleep(_LOOK_SECONDS)
 
 
 def _ending(code: int) -> str:
