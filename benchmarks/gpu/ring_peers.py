@@ -43,7 +43,7 @@ def timed(work, repeat=10):
 def ring_case(size, size_bytes, layout, rank, world):
     count, sandbox = size_bytes // 4, [number * size // world for number in range(world - 1)]
     schedule = ring_all_reduce(size, sandbox, count, align=4)
-    roles = {number: role for number, role in enumerate(schedule.roles)}
+    roles = dict(enumerate(schedule.roles))
     memory = peer_link_memory(schedule, layout, roles, dist.group.WORLD)
     mine = roles[rank]
     communication = PrunedCommunication(

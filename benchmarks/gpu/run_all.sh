@@ -38,6 +38,8 @@ part() {
 }
 
 sanitize() {
+    # Each tensor memory of its own: what lies beyond one is then beyond bounds.
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     local tool pids=() state=0
     for tool in memcheck racecheck synccheck; do
         compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 \
@@ -55,7 +57,7 @@ sanitize() {
 export -f sanitize
 export python out
 
-part machine 15 bash -c 'nvidia-smi; "$python" -c "
+part machine 30 bash -c 'nvidia-smi; "$python" -c "
 import sys, torch, cuda.core, cuda.bindings
 from cuda.bindings import nvrtc
 print(sys.version, torch.__version__, torch.version.cuda, cuda.core.__version__,
@@ -66,14 +68,14 @@ part compile 25 "$python" benchmarks/gpu/compile_all.py
 sanitizer=
 if command -v compute-sanitizer >/dev/null; then
     (begun=$SECONDS
-     timeout --signal=INT --kill-after=5 "$((45 * scale))" bash -c sanitize >"$out/sanitizer.log" 2>&1
+     timeout --signal=INT --kill-after=5 "$((40 * scale))" bash -c sanitize >"$out/sanitizer.log" 2>&1
      echo "exit $? after $((SECONDS - begun)) s" >"$out/.sanitizer") &
     sanitizer=$!
 fi
 tests=(tests/prismreplay/plugin)
 ((${#full[@]})) && tests=()
-part tests 45 "$python" -m pytest -m gpu -q -W default -p no:cacheprovider --maxfail 12 \
-    --tb=short --durations=5 -o faulthandler_timeout=40 "${tests[@]}"
+part tests 40 "$python" -m pytest -m gpu -q -W default -p no:cacheprovider --maxfail 12 \
+    --tb=short --durations=5 -o faulthandler_timeout=30 "${tests[@]}"
 names+=(sanitizer)
 if [[ -n "$sanitizer" ]]; then
     wait "$sanitizer"
@@ -84,7 +86,12 @@ if [[ -n "$sanitizer" ]]; then
 else
     states+=("not run: no compute-sanitizer")
 fi
-part benchmarks 45 "$python" benchmarks/gpu/kernels.py --out "$out" "${full[@]}"
+part benchmarks 35 "$python" benchmarks/gpu/kernels.py --out "$out" "${full[@]}"
+gpus="$(nvidia-smi -L 2>/dev/null | grep -c UUID)"
+if ((gpus > 1)); then
+    part peers 60 "$python" -m torch.distributed.run --nproc-per-node "$gpus" \
+        benchmarks/gpu/ring_peers.py --out "$out"
+fi
 
 echo "=== summary"
 bad=0

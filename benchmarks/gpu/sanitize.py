@@ -20,7 +20,7 @@ LAYOUT = Layout(channels=2, slots=2, slot_bytes=256)
 
 def perform(schedule, dtype):
     communication = PrunedCommunication(
-        schedule, dtype, link_memory(schedule, LAYOUT), LAYOUT, limit_ns=60 * 10**9, lanes=64
+        schedule, dtype, link_memory(schedule, LAYOUT), LAYOUT, limit_ns=20 * 10**9, lanes=64
     )
     buffers = {
         role: (
