@@ -42,7 +42,8 @@ sanitize() {
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     local tool pids=() state=0
     for tool in memcheck racecheck synccheck; do
-        compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 \
+        timeout --signal=INT --kill-after=5 "$((40 * scale))" \
+            compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 \
             "$python" benchmarks/gpu/sanitize.py >"$out/.$tool" 2>&1 &
         pids+=($!)
     done
@@ -54,8 +55,7 @@ sanitize() {
     done
     return "$state"
 }
-export -f sanitize
-export python out
+export python
 
 part machine 30 bash -c 'nvidia-smi; "$python" -c "
 import sys, torch, cuda.core, cuda.bindings
@@ -67,9 +67,11 @@ part compile 25 "$python" benchmarks/gpu/compile_all.py
 # Beside the tests, whose times do not matter; the benchmarks have the machine to themselves.
 sanitizer=
 if command -v compute-sanitizer >/dev/null; then
-    (begun=$SECONDS
-     timeout --signal=INT --kill-after=5 "$((40 * scale))" bash -c sanitize >"$out/sanitizer.log" 2>&1
-     echo "exit $? after $((SECONDS - begun)) s" >"$out/.sanitizer") &
+    (
+        begun=$SECONDS
+        sanitize >"$out/sanitizer.log" 2>&1
+        echo "exit $? after $((SECONDS - begun)) s" >"$out/.sanitizer"
+    ) &
     sanitizer=$!
 fi
 tests=(tests/prismreplay/plugin)
