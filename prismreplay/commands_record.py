@@ -60,7 +60,8 @@ def record(
 ) -> None:
     """Record a true run of a program: which rank computes and communicates when.
 
-    The program needs no change, and costs little more time. Ranks compute on CPUs, over gloo.
+    The program needs no change, and costs little more time. Ranks compute on CPUs, over gloo, or on
+    GPUs, over NCCL: then times are those of the GPUs.
 
     Examples: prismreplay record -- torchrun --nproc-per-node 8 train.py --steps 3
 

@@ -216,6 +216,8 @@ class Timeline:
 
     def settle(self) -> None:
         """A step is over: tell what the devices are past by now."""
+        if self._devices and not self._seam.ready():
+            return  # asking anything would break the capture of a graph
         try:
             self._close_batch()
             self._take_pairs()

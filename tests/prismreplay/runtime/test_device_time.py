@@ -309,6 +309,21 @@ def test_while_no_device_is_in_use_times_are_the_host_s(story):
     assert story.facts == {}
 
 
+def test_nothing_is_asked_while_a_graph_is_captured(story):
+    devices, timeline = story.devices, story.timeline
+    begin = timeline.mark()
+    timeline.segment(0, 0, begin, timeline.mark())
+    devices.is_ready = False
+    devices.done = None
+    assert timeline.mark().event is None
+    story.settle(after_ns=device_time.PAIR_EVERY_NS)
+    assert story.told == {}
+    del devices.done
+    devices.is_ready = True
+    story.settle_all()
+    assert 0 in story.told
+
+
 def test_what_a_stuck_device_never_reached_has_the_host_s_times(story, monkeypatch):
     monkeypatch.setattr(device_time, "LAST_WORDS_S", 0.05)
     devices, timeline = story.devices, story.timeline
