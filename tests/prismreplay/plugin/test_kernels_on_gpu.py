@@ -319,7 +319,7 @@ def test_roles_on_streams_of_their_own():
 
 
 def test_a_party_that_does_not_come_is_named_and_a_reset_mends_it():
-    schedule, sides = two_sides(4, [1], 1000, SMALL, 50_000_000)
+    schedule, sides = two_sides(4, [1], 1000, SMALL, 400_000_000)
     given = {1: torch.ones(1000, device="cuda"), None: torch.full((1000,), 3.0, device="cuda")}
     results = {role: torch.empty_like(one) for role, one in given.items()}
     torch.cuda.synchronize()
