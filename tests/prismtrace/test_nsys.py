@@ -639,3 +639,14 @@ def test_other_files_of_the_tool(tmp_path: Path) -> None:
     connection.close()
     with pytest.raises(SourceFormatError, match="no Nsight Systems export"):
         convert(other, tmp_path / "out.parquet")
+
+
+def test_the_command(tmp_path: Path, run_command: Any) -> None:
+    two_processes().write(tmp_path / "a.sqlite")
+    words = ("prismtrace", "convert", "a.sqlite", "-o", "run.parquet", "--rank-of-pid")
+    done = run_command(*words, "31=0", "--rank-of-pid", "44=1")
+    assert done.returncode == 0, done.stderr
+    assert "   0  31 on device 1, a.sqlite" in done.stdout.splitlines()
+    wrong = run_command(*words, "31")
+    assert wrong.returncode == 2
+    assert "'31' is not [FILE:]PID=N" in wrong.stderr

@@ -37,7 +37,7 @@ TEXTS = {
     b"dp_rank,stage,step,optype,start_ts\n0,0,0,gc,1\n": SourceFormat.OPS_CSV,
     pickle.dumps({"version": "2.10", "entries": []}): SourceFormat.FLIGHT_RECORDER,
     pickle.dumps([1, 2]): SourceFormat.UNKNOWN,
-    b"SQLite format 3\0" + b"\0" * 100: SourceFormat.UNKNOWN,
+    b"SQLite format 3\0" + b"\0" * 100: SourceFormat.SQLITE,
     b"PAR1 is no parquet": SourceFormat.UNKNOWN,
 }
 

@@ -33,7 +33,7 @@ _COPIES = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: 
            9: "HtoH", 10: "PtoP"}  # fmt: skip
 _PROCESS_BITS = ~0xFFFFFF
 # Calls that launch work or synchronise; all others are left in the file.
-_CALLS = ("Launch", "Memcpy", "Memset", "Mem", "Synchronize", "EventRecord", "WaitEvent")
+_CALLS = ("Launch", "Memcpy", "Memset", "MemPrefetch", "Synchronize", "EventRecord", "WaitEvent")
 
 
 class Process(NamedTuple):
