@@ -19,7 +19,7 @@ from prismtrace.converters.kineto.carried import CommOp
 from prismtrace.converters.kineto.records import parse_ranks
 from prismtrace.errors import InputFileError
 
-__all__ = ["Dump", "Entry", "PgStatus", "State", "read_dump"]
+__all__ = ["Dump", "Entry", "State", "read_dump"]
 
 State = str
 """``scheduled``, ``started`` or ``completed``."""
@@ -60,15 +60,6 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class PgStatus:
-    """How far a process group had come on a rank, in numbers of collectives."""
-
-    enqueued: int | None
-    started: int | None
-    completed: int | None
-
-
-@dataclass(frozen=True)
 class Dump:
     """What one rank's recorder held."""
 
@@ -100,8 +91,7 @@ def read_dump(path: Path) -> Dump:
     if len(rows) > _MOST_ENTRIES:
         raise _no_dump(path, f"{len(rows)} entries; at most {_MOST_ENTRIES} are believed")
     counts: Counter[str] = Counter()
-    status = _status(top.get("pg_status"))
-    reader = _Entries(status, counts)
+    reader = _Entries(counts)
     entries = [entry for row in rows if (entry := reader.read(row)) is not None]
     if rows and not entries:
         raise _no_dump(path, "none of its entries can be read")
@@ -155,18 +145,6 @@ def _plain(path: Path) -> Any:
         raise _no_dump(path, "it is neither a pickle nor JSON") from error
 
 
-def _status(raw: Any) -> dict[int, PgStatus]:
-    found: dict[int, PgStatus] = {}
-    for key, value in (raw if isinstance(raw, dict) else {}).items():
-        if isinstance(value, dict) and str(key).isdecimal() and len(str(key)) < _SHOWN:
-            last = (_integer(value.get(f"last_{what}_collective")) for what in _PROGRESS)
-            found[int(key)] = PgStatus(*(None if n is None or n < 0 else n for n in last))
-    return found
-
-
-_PROGRESS = ("enqueued", "started", "completed")
-
-
 def _groups(raw: Any) -> list[NamedGroup]:
     found: list[NamedGroup] = []
     for key, value in (raw if isinstance(raw, dict) else {}).items():
@@ -207,8 +185,7 @@ def _time(value: Any) -> int | None:
 class _Entries:
     """Reads entries; what equal ones have in common is one object."""
 
-    def __init__(self, status: dict[int, PgStatus], counts: Counter[str]) -> None:
-        self.status = status
+    def __init__(self, counts: Counter[str]) -> None:
         self.counts = counts
         self.comms: dict[CommOp, CommOp] = {}
         self.texts: dict[str, str] = {}
@@ -228,15 +205,9 @@ class _Entries:
         started, completed = (
             _time(row.get(f"time_discovered_{what}_ns")) for what in ("started", "completed")
         )
-        progress = self.status.get(_integer(row.get("pg_id")) or 0)
-        watched = not comm.kind.is_p2p and row.get("is_p2p") is not True
-        if watched and seq is not None and progress is not None:
-            # The group may have got further than the entry shows.
-            if progress.completed is not None and seq <= progress.completed:
-                state = "completed"
-            elif progress.started is not None and seq <= progress.started:
-                state = "started" if state == "scheduled" else state
         retired = row.get("retired") is True
+        # gloo's entries stay scheduled. `pg_status` is no help: where a group also sends, its numbers
+        # are of whatever came last.
         if completed is not None or (retired and name.startswith("gloo:")):
             state = "completed"
         elif started is not None and state == "scheduled":
