@@ -253,7 +253,7 @@ class Coordinator:
 
     def grant(self) -> None:
         """Give out turns; the messages that start ranks are in the outbox."""
-        for rank in self.turns.grant(self._awaited):
+        for rank in self.turns.grant(self.awaited):
             state = self._ranks[rank]
             self.outbox.extend(state.answers)
             state.answers.clear()
@@ -424,7 +424,8 @@ class Coordinator:
 
     # --- who waits for whom -------------------------------------------------------------
 
-    def _awaited(self, rank: int) -> list[int]:
+    def awaited(self, rank: int) -> list[int]:
+        """Ranks that `rank`, which is blocked, waits for."""
         return [
             missing
             for question in self._ranks[rank].questions.values()

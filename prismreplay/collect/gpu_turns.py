@@ -123,6 +123,7 @@ class GpuTurns:
         self._meter = meter
         self._load_swapper = load_swapper
         self._swapper: Swapper | None = None
+        self._awaited: Callable[[int], Collection[int]] = lambda _: ()
         self._clock = clock
         self._lanes = [
             _Lane(
@@ -191,18 +192,25 @@ class GpuTurns:
         if lane.doing in (Decision(Do.TRIM, rank), Decision(Do.SPILL, rank)):
             lane.doing = None  # Of moves, a thread tells when they have ended.
 
-    def step(self, running: Collection[int], lent: Collection[int] = ()) -> list[int]:
+    def step(
+        self,
+        running: Collection[int],
+        lent: Collection[int] = (),
+        awaited: Callable[[int], Collection[int]] = lambda _: (),
+    ) -> list[int]:
         """Do what can be done; the ranks that are let in.
 
         Args:
             running: ranks that must stay where they are.
                 lent: ranks that have lent their turn, and should.
+            awaited: whom a blocked rank waits for.
 
         Raises:
             SwapError: there is no room, or the driver cannot move ranks.
             PluginUnavailableError: nothing here can move ranks.
         """
         let_in: list[int] = []
+        self._awaited = awaited
         for lane in self._lanes:
             self._finish(lane, let_in)
             waiting = {rank for rank, _ in lane.waiting}
@@ -238,7 +246,9 @@ class GpuTurns:
         return True
 
     def _decide(self, lane: _Lane, rank: int, running: Collection[int]) -> Decision:
-        return lane.residency.decide(rank, running, free=self._free(lane), stuck=lane.stuck)
+        soon = [one for one in lane.residency.residents() if rank in self._awaited(one)]
+        free = self._free(lane)
+        return lane.residency.decide(rank, running, free=free, stuck=lane.stuck, soon=soon)
 
     def _start(self, lane: _Lane, decision: Decision) -> None:
         lane.doing, lane.since = decision, self._clock()

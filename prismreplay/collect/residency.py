@@ -145,6 +145,7 @@ class Residency:
         *,
         free: int | None = None,
         stuck: Collection[int] = (),
+        soon: Collection[int] = (),
     ) -> Decision:
         """The next thing to do so that `rank` can compute; ask again when it is done.
 
@@ -153,6 +154,7 @@ class Residency:
             running: ranks that compute, and must stay.
             free: bytes that the GPU has, if that is known: others may use it, too.
             stuck: ranks that the driver could not move.
+            soon: ranks that wait for `rank`, and leave last.
 
         Raises:
             SwapError: it cannot be made to fit.
@@ -168,6 +170,7 @@ class Residency:
         if keeping:
             return Decision(Do.TRIM, keeping[0])
         movable = [one for one in idle if self.size(one) and one not in stuck]
+        movable.sort(key=lambda one: one in soon)
         staying = [one for one in idle if one not in movable]
         enough = self._fits(rank, busy, staying, None) or not busy
         if movable and enough:

@@ -229,7 +229,8 @@ class Service:
         """Send what was held back for ranks that are on their GPU now."""
         if self._gpus is None:
             return
-        for rank in self._gpus.step(self._coordinator.turns.running, self._coordinator.lent):
+        to = self._coordinator
+        for rank in self._gpus.step(to.turns.running, to.lent, to.awaited):
             self._idle.forget(rank)
             for sent in self._held.pop(rank, ()):
                 self._deliver(sent)

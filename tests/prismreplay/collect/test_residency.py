@@ -103,6 +103,12 @@ def test_ranks_that_the_driver_cannot_move_are_passed_over():
         ranks.decide(2, running=(), stuck={0, 1})
 
 
+def test_ranks_that_wait_for_the_one_that_comes_leave_last():
+    ranks = filled(10 * GIB, 100 * GIB, {0: 4 * GIB, 1: 4 * GIB})
+    assert ranks.decide(2, running=(), soon=[0]) == Decision(Do.EVICT, 1)
+    assert ranks.decide(2, running=(), soon=[0, 1]) == Decision(Do.EVICT, 0)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=9),
