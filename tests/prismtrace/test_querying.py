@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from pathlib import Path
 
 import polars as pl
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import prismtrace as pt
 from prismtrace.errors import InputFileError, OutputError, PrismError, QueryError
@@ -66,6 +69,22 @@ def test_what_turns_out_while_computing(job: Trace, sql: str) -> None:
     with reading([]), pytest.raises(PrismError) as caught, answering():
         pt.query(job, sql).collect()
     assert isinstance(caught.value, QueryError)
+
+
+WORDS = (
+    'SELECT FROM WHERE GROUP BY ORDER LIMIT JOIN ON AS nodes groups header kind rank "group" deps '
+    "dur_ns * , ( ) = - / < 1 NULL COUNT(*) SUM(dur_ns) MAX(name) CAST( AS INT) UNION IN (1,2) ; "
+    "DISTINCT CASE WHEN THEN END UNNEST(deps) OVER (PARTITION OR NOT DROP TABLE"
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(words=st.lists(st.sampled_from(WORDS.split()), max_size=4), at=st.integers(0, 9))
+def test_whatever_is_asked_is_answered_or_refused(job: Trace, words: list[str], at: int) -> None:
+    asked = ["SELECT", "kind", ",", "COUNT(*)", "FROM", "nodes", "GROUP", "BY", "kind"]
+    sql = " ".join([*asked[:at], *words, *asked[at + 1 :]])
+    with contextlib.suppress(QueryError), answering():
+        write_json(pt.query(job, sql), io.StringIO())
 
 
 @pytest.mark.parametrize("suffix", ["csv", "json", "parquet"])
