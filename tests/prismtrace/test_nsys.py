@@ -274,6 +274,21 @@ def test_a_group_of_collectives_may_launch_one_kernel_each(tmp_path: Path) -> No
     ]
 
 
+def test_calls_that_launch_nothing_are_not_taken_for_later_ones(tmp_path: Path) -> None:
+    """Captured into a graph, which launches them later, or among one rank."""
+    exports = [silent(0), silent(1)]
+    for export in exports:
+        for at in (100, 200):
+            export.range("ncclAllGather", at, at + 30)
+        graph = export.call("cudaGraphLaunch", 5_000)
+        name = export.text("ncclDevKernel_AllGather_RING_LL")
+        export.gpu("KERNEL", 5_100, 50, correlation=graph, stream=20, demangledName=name)
+    trace, report = job(tmp_path, *exports)
+    assert kinds(trace) == ["all_reduce", "all_gather"]
+    assert report.repairs == {"assumed-world-group": 4, "no-metadata": 2}
+    assert trace.header.extra["convert"]["dropped-call-without-kernel"] == 4
+
+
 def silent(rank: int, streams: tuple[int, ...] = (20,)) -> Export:
     """Collectives without payloads."""
     export = Export()

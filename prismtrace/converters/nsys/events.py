@@ -41,6 +41,7 @@ _COMM_SCHEMA: Mapping[str, Any] = {
     "nbytes": pl.Int64(),
     "share": pl.Boolean(),
     "pg_name": pl.String(),
+    "group_size": pl.Int64(),
     "reduce_op": pl.String(),
     "peer": pl.Int64(),
     "root": pl.Int64(),
@@ -269,23 +270,26 @@ def _records(
         around = exchanges.filter(pl.col("tid") == tid).select("start_ns", "dur_ns").rows()
         found = records_of_calls(own, around, by_thread.get(tid, []), counts)
         rows += [(tid, record) for record in found]
-    fields = [name for name in _COMM_SCHEMA if name not in {"row", "communicators"}]
+    groups = communicators([call for own in calls.values() for call in own])
+    size_of = {group.name: group.size for group in groups}
+    fields = [name for name in _COMM_SCHEMA if name not in {"row", "communicators", "group_size"}]
     table = pl.DataFrame(
         [
             {
                 "cat": "cpu_op", "name": _RECORD, "tid": tid,
                 "start_ns": record.start_ns, "dur_ns": record.end_ns,
+                "group_size": size_of.get(record.values.get("pg_name", "")),
                 **{name: record.values.get(name) for name in fields},
             }
             for tid, record in rows
         ],
         schema={
             "cat": _CATEGORY, "name": pl.String, "tid": pl.Int64,
-            "start_ns": pl.Int64, "dur_ns": pl.Int64,
+            "start_ns": pl.Int64, "dur_ns": pl.Int64, "group_size": pl.Int64,
             **{name: _COMM_SCHEMA[name] for name in fields},
         },
     )  # fmt: skip
-    return table, communicators([call for own in calls.values() for call in own])
+    return table, groups
 
 
 def _comms(events: pl.DataFrame, streams: int) -> pl.DataFrame:

@@ -231,13 +231,17 @@ def records_of_calls(
     starts = [start for start, _ in exchanges]
     records: list[Record] = []
     for unit in _units(calls):
+        first, last = bisect_left(launches, unit.start_ns), bisect_right(launches, unit.end_ns)
+        if first == last:
+            # Captured into a graph, or a communicator of one rank: nothing runs here.
+            counts["dropped-call-without-kernel"] += len(unit.calls)
+            continue
         at = bisect_right(starts, unit.start_ns) - 1
         inside = at >= 0 and unit.start_ns <= exchanges[at][1]
         whole = _all_to_all(unit, inside, counts)
         if whole is not None:
             records.append(whole)
         else:
-            first, last = bisect_left(launches, unit.start_ns), bisect_right(launches, unit.end_ns)
             records += _separate(unit, launches[first:last])
     return records
 
