@@ -15,6 +15,8 @@ from prismtrace import console
 from prismtrace.arguments import JsonFlag, TraceArgument, chosen_numbers, wrong_usage
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from prismtrace.differences import ClassDifference, Difference
 
 __all__ = ["concat", "diff", "query", "slice_out"]
@@ -198,11 +200,7 @@ def _form(to: Form | None, output: Path | None) -> Form:
     )
 
 
-def _print_rows(rows: object) -> None:
-    import polars as pl
-
-    if not isinstance(rows, pl.DataFrame):  # pragma: no cover - what a query gives
-        raise TypeError
+def _print_rows(rows: pl.DataFrame) -> None:
     console.table("", rows.columns, rows.head(_MOST_ROWS).iter_rows())
     if rows.height > _MOST_ROWS:
         print("... and more: --format csv or json prints all, LIMIT says how many")
