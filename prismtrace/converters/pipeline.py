@@ -53,6 +53,7 @@ _INFORMATIVE = (
     "assumed-one-step",
     "shared-correlation",
     "coalesced-launch",
+    "joined-execution-trace",
     "absent-column",
 )
 _INFORMATIVE_PREFIX = ("matched-", "edge-")
@@ -214,7 +215,8 @@ def convert(
                 hint="leave out --strict to accept them; they are counted in the trace's header",
             )
         table, ids = book.table(used)
-        sources = [*dict.fromkeys(trace.path for trace in traces), *sorted(dumps)]
+        others = [*sorted(dumps), *(Path(entry.path) for entry in beside)]
+        sources = [*dict.fromkeys(trace.path for trace in traces), *others]
         header = _header(traces, sources, world_size, table, counts, repairs)
         streams = {label: number for number, label in header.streams.items()}
         with disk_errors(target):
