@@ -36,6 +36,8 @@ MOST_LATE_NS = 100_000
 # NCCL and torch's data loaders allocate their buffers in shared memory; containers often
 # start with 64 MiB of it.
 MIN_SHM_BYTES = GIB
+# The first whose checkpoints of processes `collect` can use.
+MIN_MOVING_DRIVER = 570
 
 
 class Status(StrEnum):
@@ -119,6 +121,7 @@ def examine() -> Report:
             _check_driver(Path("/proc/driver/nvidia/version")),
             _check_devices(torch),
             _check_cuda_python(),
+            _check_moves(Path("/proc/driver/nvidia/version"), _version_of("cuda-core")),
         )
     )
 
@@ -264,14 +267,45 @@ def _check_backend(torch: Any | None, name: str, needed_for: str) -> Check:
 
 
 def _check_driver(path: Path) -> Check:
+    version = _driver_version(path)
+    if version is None:
+        hint = "install the NVIDIA driver, or start the container with --gpus all"
+        return Check("NVIDIA driver", Status.MISSING, "not loaded", "gpu", hint)
+    return Check("NVIDIA driver", Status.OK, version or "loaded", "gpu")
+
+
+def _driver_version(path: Path) -> str | None:
+    """Version of the loaded driver; empty if it does not say, None if there is none."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        hint = "install the NVIDIA driver, or start the container with --gpus all"
-        return Check("NVIDIA driver", Status.MISSING, "not loaded", "gpu", hint)
+        return None
     # The first dotted number of the first line is the version, in both kernel-module flavours.
     match = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", text)
-    return Check("NVIDIA driver", Status.OK, match[0] if match else "loaded", "gpu")
+    return match[0] if match else ""
+
+
+def _check_moves(driver: Path, cuda_core: str | None) -> Check:
+    """Can ranks that do not fit on a GPU together be moved off it in turn?"""
+    label, version = "moving ranks", _driver_version(driver)
+    if not version:
+        hint = "with a GPU, collect needs it when ranks do not fit together"
+        return Check(label, Status.WARN, "no NVIDIA driver", "gpu", hint)
+    found = f"driver {version}, cuda-core {cuda_core or 'not installed'}"
+    if int(version.partition(".")[0]) < MIN_MOVING_DRIVER:
+        hint = f"install driver {MIN_MOVING_DRIVER} or newer, to collect ranks that do not fit"
+        return Check(label, Status.WARN, found, "gpu", hint)
+    if cuda_core is None or cuda_core.startswith("0."):
+        hint = "pip install 'cuda-core>=1.0' cuda-bindings, to collect ranks that do not fit"
+        return Check(label, Status.WARN, found, "gpu", hint)
+    return Check(label, Status.OK, found, "gpu")
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _check_devices(torch: Any | None) -> Check:
@@ -295,9 +329,8 @@ def _check_devices(torch: Any | None) -> Check:
 
 
 def _check_cuda_python() -> Check:
-    try:
-        version = metadata.version("cuda-bindings")
-    except metadata.PackageNotFoundError:
+    version = _version_of("cuda-bindings")
+    if version is None:
         hint = "pip install 'prismllm[cuda]', only for the CUDA plugin"
         return Check("cuda-python", Status.WARN, "not installed", "gpu", hint)
     return Check("cuda-python", Status.OK, version, "gpu")

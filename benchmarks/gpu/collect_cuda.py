@@ -291,7 +291,7 @@ def part_8(folder, results, full):
 def part_32(folder, results, full):
     layers = "24" if full else "8"
     program = [*LARGE, "--layers", layers, "--tp", "4", "--pp", "2", "--steps", "1"]
-    _resident_and_capped(32, program, 16.5, folder, results)
+    _resident_and_capped(32, program, 24.5, folder, results)
 
 
 def _resident_and_capped(ranks, program, fitting, folder, results):
@@ -302,7 +302,7 @@ def _resident_and_capped(ranks, program, fitting, folder, results):
     results[f"{ranks} resident"] = roomy
     print(row(roomy), flush=True)
     cap = fitting * roomy["report"]["gpu"]["rank_bytes"] / 2**30
-    tight = ["--devices", "1", "--gpu-memory", f"{cap:.2f}"]
+    tight = ["--devices", "1", "--per-device", "2", "--gpu-memory", f"{cap:.2f}"]
     capped = collect(f"{ranks}-capped", ranks, tight, program, folder)
     results[f"{ranks} capped"] = capped
     print(row(capped), flush=True)

@@ -66,7 +66,8 @@ class VirtualGpus(TorchFunctionMode):  # type: ignore[misc]
         if start is not None:
             self._replace(start, self._started(start))
         self._replace(torch.load, self._mapped_load(torch.load))
-        self._replace(torch.Generator, self._generator_class())
+        self._undo.append(functools.partial(setattr, torch, "Generator", torch.Generator))
+        torch.Generator = self._generator_class()
         self.__enter__()
         self._undo.append(lambda: self.__exit__(None, None, None))
 

@@ -79,6 +79,26 @@ def test_driver_version_is_read_from_the_kernel_module(tmp_path):
     assert doctor._check_driver(tmp_path / "absent").status is Status.MISSING
 
 
+@pytest.mark.parametrize(
+    ("driver", "core", "status", "found"),
+    [
+        (None, "1.2.0", Status.WARN, "no NVIDIA driver"),
+        ("550.90.07", "1.2.0", Status.WARN, "driver 550.90.07, cuda-core 1.2.0"),
+        ("580.65.06", None, Status.WARN, "driver 580.65.06, cuda-core not installed"),
+        ("580.65.06", "0.7.0", Status.WARN, "driver 580.65.06, cuda-core 0.7.0"),
+        ("580.65.06", "1.2.0", Status.OK, "driver 580.65.06, cuda-core 1.2.0"),
+    ],
+)
+def test_moving_ranks_needs_a_driver_and_cuda_python(tmp_path, driver, core, status, found):
+    path = tmp_path / "version"
+    if driver is not None:
+        path.write_text(f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {driver}  Rel")
+    check = doctor._check_moves(path, core)
+    assert (check.status, check.found) == (status, found)
+    assert check.needed_for == "gpu"
+    assert (check.hint is None) == (status is Status.OK)
+
+
 def test_devices_of_a_cuda_build():
     cuda = SimpleNamespace(
         device_count=lambda: 2,
