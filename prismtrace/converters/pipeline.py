@@ -70,6 +70,7 @@ _UNUSED = (
     "dropped-other-category",
     "dropped-other-phase",
     "dropped-unfinished-range",
+    "dropped-call-without-kernel",
 )
 
 _MOST_STREAMS = 2**15
@@ -341,21 +342,22 @@ def _natural(label: str) -> tuple[str, int]:
 
 
 def _clock_domains(traces: Sequence[RankTrace]) -> tuple[ClockDomain, ...]:
-    """Ranks of one host share its clock; a file without a host name stands for itself."""
-    members: dict[tuple[str, int | str, str], list[int]] = {}
+    """Ranks of one host share its clock, as far as one session timed them; see `RankFacts.clock`.
+
+    A file that does not say stands for itself.
+    """
+    members: dict[tuple[str | int, str], list[RankTrace]] = {}
     for trace in traces:
-        key: tuple[str, int | str, str] = (
-            ("host", trace.host, trace.source) if trace.host else ("rank", trace.rank, trace.source)
-        )
-        members.setdefault(key, []).append(trace.rank)
+        clock = trace.comms.host or trace.rank
+        members.setdefault((clock, trace.source), []).append(trace)
     return tuple(
         ClockDomain(
             id=number,
-            ranks=tuple(ranks),
-            host=str(name) if kind == "host" else None,
+            ranks=tuple(trace.rank for trace in together),
+            host=together[0].host,
             source=source,
         )
-        for number, ((kind, name, source), ranks) in enumerate(members.items())
+        for number, ((_, source), together) in enumerate(members.items())
     )
 
 
