@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from prismreplay import Check, Report, Status, doctor, examine
 from prismreplay.run.holding import Lateness
 
