@@ -303,12 +303,11 @@ def concat(
 
     Example: prismtrace concat ranks0-7.parquet ranks8-15.parquet -o run.parquet
     """
-    from prismtrace.headers import trace_files
     from prismtrace.joining import concat as join
     from prismtrace.ranks import format_ranks
 
     with console.progress("joining"):
-        report = join(trace_files(traces), output)
+        report = join(traces, output)
     console.warn_of_suffix(output)
     if json:
         console.print_json(report)

@@ -21,7 +21,16 @@ from prismtrace.schema import (
     TraceHeader,
     TraceKind,
 )
-from prismtrace.trace import PathLike, Trace, instance_columns, node_ids, open_trace, write_nodes
+from prismtrace.trace import (
+    PathLike,
+    Trace,
+    instance_columns,
+    node_ids,
+    open_trace,
+    read_headers,
+    trace_files,
+    write_nodes,
+)
 
 __all__ = ["ConcatReport", "concat"]
 
@@ -49,7 +58,7 @@ def concat(traces: Sequence[Trace | PathLike], output: PathLike) -> ConcatReport
     stream waits for the last one before.
 
     Args:
-        traces: the pieces, in any order.
+        traces: the pieces, in any order; a folder or pattern stands for those in it.
         output: the file to write.
 
     Raises:
@@ -57,7 +66,7 @@ def concat(traces: Sequence[Trace | PathLike], output: PathLike) -> ConcatReport
             the same communication is not the same in all of them.
         OutputError: the file cannot be written, or is one of the pieces.
     """
-    opened = [t if isinstance(t, Trace) else open_trace(t) for t in traces]
+    opened = [piece for t in traces for piece in ([t] if isinstance(t, Trace) else _pieces(t))]
     if not opened:
         raise JoinError("no trace was given", hint="name at least two")
     paths = [path for trace in opened for path in trace.paths]
@@ -81,6 +90,19 @@ def concat(traces: Sequence[Trace | PathLike], output: PathLike) -> ConcatReport
         groups=len(joined.header.groups),
         linked=linked,
     )
+
+
+def _pieces(source: PathLike) -> list[Trace]:
+    """The traces that a path, folder or pattern names; files with the same header are one."""
+    files = trace_files(source)
+    alike: list[tuple[TraceHeader, list[Path]]] = []
+    for path, header in zip(files, read_headers(files), strict=True):
+        same = next((paths for known, paths in alike if known == header), None)
+        if same is None:
+            alike.append((header, [path]))
+        else:
+            same.append(path)
+    return [open_trace(paths) for _, paths in alike]
 
 
 def _where(*traces: Trace) -> str:

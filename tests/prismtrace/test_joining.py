@@ -46,6 +46,19 @@ def test_blocks_of_ranks(
     assert (report.pieces, report.ranks, report.linked) == (len(blocks), (0, 1, 2, 3), 0)
 
 
+def test_a_folder_of_pieces_and_a_piece_of_several_files(
+    run: Trace, out: Path, tmp_path: Path
+) -> None:
+    whole = pt.open(cut(run, tmp_path, ranks=(0, 1)))
+    split = tmp_path / "split"
+    split.mkdir()
+    for rank in (0, 1):  # two files of one trace, with one header
+        pt.write(whole.ranks([rank]), split / f"{rank}.parquet")
+    pt.slice_out(run, split / "rest.parquet", ranks=(2, 3))
+    assert pt.concat([split], out).pieces == 2
+    assert pt.open(out).collect().equals(run.collect())
+
+
 def test_stretches_of_steps(run: Trace, out: Path, tmp_path: Path) -> None:
     pieces = [cut(run, tmp_path, steps=steps) for steps in ([5], [3, 4])]
     report = pt.concat(pieces, out)
