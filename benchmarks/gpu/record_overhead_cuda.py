@@ -195,7 +195,7 @@ def cost_of_a_mark() -> dict[str, float]:
         def follow() -> None:
             timeline.communication(0, timeline.mark())
             work = dist.all_reduce(tensor, async_op=True)
-            timeline.follow(0, work, "group", tensor)
+            timeline.follow(0, work, "group", 0, tensor)
             work.wait()
             timeline.waited(0, timeline.mark())
 

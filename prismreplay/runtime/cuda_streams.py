@@ -108,18 +108,27 @@ class CudaDevices:
 
     def after(self, work: Any, stream: StreamKey) -> None:
         """Have a stream wait for a communication."""
-        switch = torch._C._cuda_setStream  # noqa: SLF001
-        before = self.current()
-        switch(stream_id=stream[0], device_index=stream[1], device_type=stream[2])
+        cuda = torch._C  # noqa: SLF001  past the hooks
+        device = cuda._cuda_getDevice()  # noqa: SLF001
+        before = cuda._cuda_getCurrentStream(stream[1])  # noqa: SLF001
+        _switch(stream)
         try:
             work.wait()
         finally:
-            switch(stream_id=before[0], device_index=before[1], device_type=before[2])
+            _switch(before)
+            if device != stream[1]:
+                cuda._cuda_setDevice(device)  # noqa: SLF001
 
     def memory(self, device: int) -> tuple[int, int]:
         """What the caching allocator has given out, and the most it had."""
         there = torch._C._cuda_memoryStats(device)["allocated_bytes"]["all"]  # noqa: SLF001
         return there["current"], there["peak"]
+
+
+def _switch(stream: StreamKey) -> None:
+    torch._C._cuda_setStream(  # noqa: SLF001
+        stream_id=stream[0], device_index=stream[1], device_type=stream[2]
+    )
 
 
 _YES = ("1", "y", "yes", "t", "true")

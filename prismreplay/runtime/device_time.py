@@ -26,6 +26,8 @@ __all__ = ["Mark", "StreamKey", "Timeline"]
 
 PAIR_EVERY_NS = 500_000_000
 """Clocks drift apart by some microseconds in that time."""
+LONGEST_NS = 4_000_000_000
+"""Time since an event is a 32-bit float, in ms: later, it is off by more than half a microsecond."""
 MOST_MARKS = 4096
 """Marks that wait for their time; then the next pair of stamps is taken at once."""
 MEMORY_SHARE = 500
@@ -102,6 +104,8 @@ class Timeline:
             return Mark(now)
         key = self._seam.current() if stream is None else stream
         try:
+            if now - self._paired_ns > LONGEST_NS:
+                self._take_pairs()  # there was no end of a step
             device = self._devices.get(key[1]) or self._begin(key[1])
             event = device.event()
             self._seam.record(event, key)
@@ -134,23 +138,26 @@ class Timeline:
         entry = self._open[index] = _Communication(index, begin)
         self._spans.append(entry)
 
-    def follow(self, index: int, work: Any, queue: Hashable, kept: Any) -> None:
+    def follow(self, index: int, work: Any, queue: Hashable, device: int, kept: Any) -> None:
         """Mark the end of a communication on the backend's stream.
 
         Args:
             index: of the communication.
             work: torch's handle; None when it runs on the program's own stream.
             queue: those of one queue run one after another.
+            device: that performs it.
             kept: tensors that must stay until a stream of the program waits for it: the backend
                 gives its own references up once a stream waits, and ours does so early.
         """
-        self.follow_all([(index, kept)], work, queue)
+        self.follow_all([(index, kept)], work, queue, device)
 
-    def follow_all(self, those: list[tuple[int, Any]], work: Any, queue: Hashable) -> None:
+    def follow_all(
+        self, those: list[tuple[int, Any]], work: Any, queue: Hashable, device: int
+    ) -> None:
         """As `follow`, for several that were launched as one: index and kept tensors of each."""
         if work is None or self._broken or not self._seam.ready():
             return
-        follower = self._follower(queue, self._seam.current()[1])
+        follower = self._follower(queue, device)
         if follower is None:
             self.ends_at_wait += len(those)
             return

@@ -29,7 +29,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -120,29 +119,29 @@ class RecordRole:
         done = _Recorded(self._recorder, token, begin, op, work, self._running)
         if self._timeline is not None and _on_device(op, inputs, outputs):
             done.on_device = True
-            self._follow(op, token, work, (inputs, outputs))
+            # Whoever waits for a barrier blocks.
+            if op.call is not Call.BARRIER:
+                self._follow(self._timeline, op, token, work, (inputs, outputs))
         elif _is_asynchronous(op, call):
             done.watch()
         return done
 
-    def _follow(self, op: Op, token: int, work: Any, kept: Any) -> None:
+    def _follow(self, timeline: Timeline, op: Op, token: int, work: Any, kept: Any) -> None:
         """See to it that the end is seen where the program does not wait at once."""
-        timeline = self._timeline
-        if timeline is None or op.call is Call.BARRIER:
-            return  # whoever waits for a barrier blocks
+        device = (kept[0] or kept[1])[0].device.index
         if isinstance(work, RealBatch):
             those = self._batches.setdefault(id(work), [])
             if not those:
-                work.when_launched.append(partial(self._launched, id(work), op.group.key))
+
+                def launched(handle: Any) -> None:
+                    launch = self._batches.pop(id(work))
+                    timeline.follow_all(launch, handle, (op.group.key, None), device)
+
+                work.when_launched.append(launched)
             those.append((token, kept))
             return
         peers = None if op.peer is None else frozenset((op.peer, op.group.global_rank))
-        timeline.follow(token, work, (op.group.key, peers), kept)
-
-    def _launched(self, batch: int, group: str, work: Any) -> None:
-        those = self._batches.pop(batch, [])
-        if self._timeline is not None:
-            self._timeline.follow_all(those, work, (group, None))
+        timeline.follow(token, work, (op.group.key, peers), device, kept)
 
     def make_store(self, namespace: str) -> NoReturn:
         """Torch keeps its own stores."""
@@ -150,9 +149,12 @@ class RecordRole:
 
 
 def _on_device(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-    """Whether a device performs it; a barrier has no tensors to tell."""
+    """Whether streams of a device wait for it; gloo has the host wait, also for CUDA tensors."""
+    if not (op.group.backend == "undefined" or "nccl" in op.group.backend):
+        return False
     moved = inputs or outputs
-    return bool(moved[0].is_cuda) if moved else "nccl" in op.group.backend
+    # A barrier has no tensors to tell.
+    return not moved or bool(moved[0].is_cuda)
 
 
 def _is_asynchronous(op: Op, call: Callable[[], Any]) -> bool:

@@ -238,3 +238,48 @@ def test_other_programs_are_left_alone(run_command):
     done = run_command("python", "-c", code)
     assert done.stdout.strip() == "False"
     assert "PRISMREPLAY_ROLE" not in os.environ
+
+
+DEVICE = """
+import time
+import torch
+from prismreplay.runtime import recording
+
+class Devices:
+    # What the host does is done: its events are moments.
+    host_ns = staticmethod(time.perf_counter_ns)
+    ready = staticmethod(lambda: True)
+    current = staticmethod(lambda: (0, 0, 1))
+    new_event = staticmethod(lambda: [0])
+    private_stream = staticmethod(lambda device: (9, device, 1))
+    connections = staticmethod(lambda: 32)
+    memory = staticmethod(lambda device: (100, 200))
+    def record(self, event, stream): event[0] = time.perf_counter_ns()
+    def done(self, event): return True
+    def elapsed_ns(self, earlier, later): return later[0] - earlier[0]
+    def after(self, work, stream): raise AssertionError("gloo has the host wait")
+
+torch.cuda.is_available = lambda: True
+recording.CudaDevices = Devices
+"""
+
+
+def test_times_of_devices_do_not_change_the_graph(tmp_path, write_program, run_command):
+    graphs = []
+    for name, text in (("host", TRAINING), ("device", DEVICE + TRAINING)):
+        output = tmp_path / f"{name}.parquet"
+        program = write_program(text=text)
+        done = run_command(
+            "prismreplay", "record", "--nproc-per-node", 2, "-o", output, "--", program
+        )
+        assert done.returncode == 0, done.stderr
+        trace = pt.open(output)
+        assert {each.rule for each in pt.validate(trace)} <= {"overlap"}
+        rows = trace.collect()
+        assert rows["start_ns"].null_count() == 0
+        graphs.append(rows.select("rank", "index", "kind", "step", "phase", "deps", "seq").rows())
+    assert graphs[0] == graphs[1]
+    assert rows["mem_peak_bytes"].max() == 200
+    assert trace.header.clock[0].uncertainty_ns is not None
+    merged = prismcalib.merge(trace).report
+    assert abs(merged.difference_ns) <= merged.recorded_ns // 50

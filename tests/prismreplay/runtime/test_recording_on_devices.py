@@ -23,7 +23,8 @@ from tests.prismreplay.runtime.fake_devices import DEFAULT, SIDE, FakeDevices
 NEAR_NS = 3_000
 MS = 1_000_000
 FLOATS = TensorSpec((4,), DType.FLOAT32)
-ON_DEVICE, ON_HOST = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
+ON_DEVICE = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))
+ON_HOST = SimpleNamespace(is_cuda=False)
 
 
 class HostFuture:
@@ -208,6 +209,16 @@ def test_a_group_of_both_backends_tells_them_apart(rank, monkeypatch):
     assert host["start_ns"] == pytest.approx(issued + 2 * MS, abs=NEAR_NS)
     assert host["start_ns"] + host["dur_ns"] == over
     assert device["dur_ns"] == pytest.approx(3 * MS, abs=NEAR_NS)
+
+
+def test_gloo_has_the_host_wait_also_for_tensors_on_devices(rank):
+    rank.group.backend = "gloo"
+    work = HostWork(rank.devices, 4 * MS)
+    token, pending = rank.issue(lambda _options: work)
+    assert not pending.on_device
+    assert len(rank.devices.private) == 1, "a follower's wait would block"
+    rank.wait(token, pending)
+    assert rank.rows().filter(kind="all_reduce")["dur_ns"][0] < 5 * MS
 
 
 def test_whoever_waits_for_a_barrier_blocks(rank):
