@@ -181,7 +181,8 @@ def predict(
         print()
         table(
             f"how much it varies: {spread.simulated_steps} steps, drawn from "
-            f"{spread.observed_steps} of every rank",
+            f"{spread.observed_steps} of every rank"
+            + (f"; {spread.unlike_steps} of other operations" if spread.unlike_steps else ""),
             ("quantile", "step time", "90 % sure it is between", "and"),
             [
                 (f"p{round(100 * quantile.level)}", *map(format_ns, times))

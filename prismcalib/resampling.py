@@ -6,6 +6,10 @@ So one *draw* gives every rank, for each step of the window, all times of one of
 chosen at random, and propagates the window; that the median of every operation would give the
 step time is not assumed, and is not true.
 
+Only steps of the same operations can be exchanged. The first ones are often unlike the others:
+DDP cuts its buckets anew after the first step, optimizers make their state. Such steps, and
+those of the warm-up, keep their times and do not count.
+
 How sure one can be of the result is found by bootstrap: the steps that draws choose from are
 themselves drawn, with replacement, again and again.
 """
@@ -56,22 +60,25 @@ class StepSpread:
     """What resampling whole steps found.
 
     Attributes:
-        observed_steps: steps that draws choose from: those after the warm-up.
+        observed_steps: steps that draws choose from: those alike after the warm-up.
         draws: windows propagated for the quantiles, and as many again for the intervals.
-        simulated_steps: steps in them, without the warm-up; the first of each window is left
-            out too if there are three or more that are chained: it does not follow a step.
+        simulated_steps: of the steps in them those that are drawn; the first of each window is
+            left out if there are three or more that are chained: it does not follow a step.
         quantiles: p5, p50, p95.
+        unlike_steps: steps after the warm-up that have other operations.
     """
 
     observed_steps: int
     draws: int
     simulated_steps: int
     quantiles: tuple[Quantile, ...]
+    unlike_steps: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The spread as JSON values."""
         return {
             "observed_steps": self.observed_steps,
+            "unlike_steps": self.unlike_steps,
             "draws": self.draws,
             "simulated_steps": self.simulated_steps,
             "confidence": _CONFIDENCE,
@@ -90,22 +97,36 @@ def why_not_resampled(rows: pl.DataFrame, warmup: int = 0) -> str | None:
     """What keeps whole steps of a node table from being exchanged; None if nothing does."""
     if rows.height > _LARGEST:
         return f"{rows.height} operations are too many to resample"
-    steps = rows.filter(pl.col("step").is_not_null()).select(
-        "rank",
-        step=pl.col("step").rank("dense"),
-        kind=pl.col("kind").to_physical(),
-        place=pl.int_range(pl.len()).over("rank", "step"),
-    )
-    count = int(steps["step"].n_unique())
+    count = rows["step"].drop_nulls().n_unique()
+    after = f" after the warm-up ({counted(warmup, 'step')})" if warmup else ""
     if count - warmup < 2:
-        after = f" after the warm-up ({counted(warmup, 'step')})" if warmup else ""
         return f"the trace has no two steps to draw from{after}"
-    shapes = steps.group_by("rank", "place").agg(pl.len(), pl.col("kind").n_unique())
-    if (shapes["len"] != count).any():
-        return "steps differ in their number of operations, so they cannot be exchanged"
-    if (shapes["kind"] != 1).any():
-        return "steps differ in their operations, so they cannot be exchanged"
+    if len(_alike(rows, warmup)) < 2:
+        return f"no two steps{after} have the same operations, so they cannot be exchanged"
     return None
+
+
+def _alike(rows: pl.DataFrame, warmup: int) -> list[int]:
+    """Numbers of the steps after the warm-up that have the same operations: most of them."""
+    shapes = (
+        rows.filter(pl.col("step").is_not_null())
+        .select(
+            step=pl.col("step").rank("dense") - 1,
+            shape=pl.struct(
+                "rank",
+                kind=pl.col("kind").to_physical(),
+                place=pl.int_range(pl.len()).over("rank", "step"),
+            ).hash(),
+        )
+        .group_by("step")
+        # A sum of hashes does not depend on the order of ranks.
+        .agg(pl.col("shape").sum(), pl.len())
+        .filter(pl.col("step") >= warmup)
+        .group_by("shape", "len")
+        .agg(pl.col("step").sort())
+        .sort(pl.col("step").list.len(), pl.col("step").list.last())
+    )
+    return [] if shapes.is_empty() else [int(step) for step in shapes["step"][-1]]
 
 
 def resample_steps(
@@ -134,20 +155,21 @@ def resample_steps(
     obstacle = why_not_resampled(rows, warmup) or ("no draws were asked for" if draws < 1 else None)
     if obstacle:
         raise CalibError(obstacle)
-    pool = _StepPool.of(rows)
+    alike = _alike(rows, warmup)
+    pool = _StepPool.of(rows, alike)
     model = StepModel.of(graph, rows, header)
     draws = max(min(draws, _MOST_ROWS // (2 * graph.rows)), min(draws, _FEWEST_DRAWS))
     chosen: Engine = pick_engine(graph.rows, 2 * draws) if engine == "auto" else engine
     random = np.random.default_rng(seed)
     shape = (draws, pool.ranks, pool.steps)
-    free = random.integers(warmup, pool.steps, shape)
+    free = random.integers(0, pool.steps, shape)
     found = _step_times(model, pool, free, chosen)
 
     # Every replicate draws from its own selection of the observed steps.
     replicates = min(25, draws)
     per = draws // replicates
-    selection = random.integers(warmup, pool.steps, (replicates, pool.steps - warmup))
-    picks = random.integers(0, pool.steps - warmup, (replicates, per, pool.ranks, pool.steps))
+    selection = random.integers(0, pool.steps, (replicates, pool.steps))
+    picks = random.integers(0, pool.steps, (replicates, per, pool.ranks, pool.steps))
     limited = selection[np.arange(replicates)[:, None, None, None], picks]
     again = _step_times(model, pool, limited.reshape(-1, pool.ranks, pool.steps), chosen)
     again = again.reshape(replicates, -1)
@@ -159,7 +181,8 @@ def resample_steps(
         # The interval is about the quantile: it holds it.
         bounds = round(min(float(low), value)), round(max(float(high), value))
         quantiles.append(Quantile(level, round(value), *bounds))
-    return StepSpread(pool.steps - warmup, draws, found.size, tuple(quantiles))
+    unlike = int(rows["step"].drop_nulls().n_unique()) - warmup - pool.steps
+    return StepSpread(pool.steps, draws, found.size, tuple(quantiles), unlike)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,8 +190,9 @@ class _StepPool:
     """Which row stands in for which when a rank repeats another step.
 
     Attributes:
-        ranks, steps: R and S.
-        movable: int64[m], rows that belong to a step, by rank, step and place.
+        ranks, steps: R and S, of the steps that can be exchanged.
+        numbers: which of all steps these are, from 0.
+        movable: int64[m], rows that belong to one of them, by rank, step and place.
         rank_of, step_of: int64[m], rank and step number of these rows.
         first: int64[m], position in `movable` of the row's counterpart in the rank's first step.
         stride: int64[m], rows of the rank per step.
@@ -176,6 +200,7 @@ class _StepPool:
 
     ranks: int
     steps: int
+    numbers: Int64Array
     movable: Int64Array
     rank_of: Int64Array
     step_of: Int64Array
@@ -183,14 +208,18 @@ class _StepPool:
     stride: Int64Array
 
     @classmethod
-    def of(cls, rows: pl.DataFrame) -> _StepPool:
+    def of(cls, rows: pl.DataFrame, alike: list[int]) -> _StepPool:
         table = rows.select(
             row=pl.int_range(pl.len()),
             rank=pl.col("rank").rank("dense").cast(pl.Int64) - 1,
             step=pl.col("step").rank("dense").cast(pl.Int64) - 1,
         )
-        ordered = table.filter(pl.col("step").is_not_null()).sort("rank", "step", "row")
-        ranks, steps = ordered["rank"].n_unique(), ordered["step"].n_unique()
+        ordered = (
+            table.filter(pl.col("step").is_in(alike))
+            .with_columns(pl.col("step").rank("dense").cast(pl.Int64) - 1)
+            .sort("rank", "step", "row")
+        )
+        ranks, steps = ordered["rank"].n_unique(), len(alike)
         rank_of = ordered["rank"].rank("dense").cast(pl.Int64).to_numpy() - 1
         size = np.bincount(rank_of) // steps
         base = np.append([0], np.cumsum(size * steps))[rank_of]
@@ -198,6 +227,7 @@ class _StepPool:
         return cls(
             ranks=ranks,
             steps=steps,
+            numbers=np.array(alike, np.int64),
             movable=ordered["row"].to_numpy(),
             rank_of=rank_of,
             step_of=ordered["step"].to_numpy(),
@@ -214,7 +244,7 @@ class _StepPool:
 def _step_times(
     model: StepModel, pool: _StepPool, choices: NDArray[np.int64], engine: Engine
 ) -> NDArray[np.int64]:
-    """Step times of all draws, int64[draws, S or fewer]."""
+    """Times of the exchanged steps in all draws, int64[draws, S or fewer]."""
     graph = model.graph
     order = propagate(graph, engine).order
     parts = []
@@ -224,8 +254,8 @@ def _step_times(
         )
         parts.append(model.durations(batch))
     times = np.concatenate(parts)
-    first = 1 if pool.steps > 2 and not model.apart else 0
-    return times[:, max(first, model.warmup) :]
+    first = 1 if model.number.max() > 1 and not model.apart else 0
+    return times[:, pool.numbers[pool.numbers >= first]]
 
 
 def _draws(

@@ -96,8 +96,9 @@ def part_of(values: Values, rows: Int64Array | slice) -> Values:
 def pool_steps(rows: Rows, samples: Sequence[Values], how: Reduce, warmup: int) -> Values:
     """One value for the same operation of all steps of a rank, given back to every step.
 
-    The first `warmup` steps are left out, where later ones exist.  Ranks whose steps differ in
-    their operations keep a value for each step.
+    The first `warmup` steps are left out, where later ones exist.  Steps of other operations than
+    most of a rank's steps have, such as DDP's before it cuts its buckets anew, keep their own
+    values.
     """
     single = combine(samples, how)
     duration, source = single.duration.copy(), single.source.copy()
@@ -109,9 +110,9 @@ def pool_steps(rows: Rows, samples: Sequence[Values], how: Reduce, warmup: int) 
             for begin, end in runs(rows.step[first:last])
             if rows.step[first + begin] >= 0
         ]
-        if len(blocks) < 2 or not _alike(rows, blocks):
+        used, blocks = _alike(rows, blocks, warmup)
+        if len(blocks) < 2:
             continue
-        used = blocks[warmup:] or blocks[-1:]
         stacked = [slice(*block) for block in used]
         values = np.concatenate([[s.duration[part] for part in stacked] for s in samples])
         sources = np.concatenate([[s.source[part] for part in stacked] for s in samples])
@@ -132,12 +133,24 @@ def pool_steps(rows: Rows, samples: Sequence[Values], how: Reduce, warmup: int) 
     return replace(single, duration=duration, source=source, gap=gap, spread=spread)
 
 
-def _alike(rows: Rows, blocks: list[tuple[int, int]]) -> bool:
-    """Whether all blocks are the same kinds of operations in the same groups."""
-    first = slice(*blocks[0])
-    return all(
-        end - begin == blocks[0][1] - blocks[0][0]
-        and np.array_equal(rows.kind[begin:end], rows.kind[first])
-        and np.array_equal(rows.group[begin:end], rows.group[first])
-        for begin, end in blocks[1:]
+_Block = tuple[int, int]
+"""First row of a step of a rank, and the one after its last."""
+
+
+def _alike(rows: Rows, blocks: list[_Block], warmup: int) -> tuple[list[_Block], list[_Block]]:
+    """Steps of the same kinds of operations in the same groups, most of those after the warm-up.
+
+    Returns:
+        Those after the warm-up (the last step if there is none), and with those in the warm-up.
+    """
+    shapes: dict[bytes, list[int]] = {}
+    for number, (begin, end) in enumerate(blocks):
+        shape = rows.kind[begin:end].tobytes() + rows.group[begin:end].tobytes()
+        shapes.setdefault(shape, []).append(number)
+    first = min(warmup, len(blocks) - 1)
+    most: list[int] = max(
+        shapes.values(),
+        key=lambda numbers: (sum(one >= first for one in numbers), numbers[-1]),
+        default=[],
     )
+    return [blocks[one] for one in most if one >= first], [blocks[one] for one in most]

@@ -86,6 +86,29 @@ def test_wait_rules_hold_in_every_draw(make_run):
     assert predict(trace, draws=5).spread.draws == 5
 
 
+def unlike(rows, step):
+    """With another kind of operation at the beginning of a step."""
+    place = pl.int_range(pl.len()).over("rank", "step")
+    changed = (pl.col("rank") == 0) & (pl.col("step") == step) & (place == step)
+    kind = pl.lit("memcpy", dtype=rows.schema["kind"])
+    return rows.with_columns(kind=pl.when(changed).then(kind).otherwise("kind"))
+
+
+def test_steps_of_other_operations_keep_their_times(make_run):
+    # DDP's first step is one: it cuts its buckets anew after it.
+    result = merge(make_run(steps=5).trace)
+    usual = predict(result.trace, draws=30).spread
+    assert (usual.observed_steps, usual.unlike_steps) == (5, 0)
+    slow = pl.when(pl.col("step") == 1).then(pl.col("dur_ns") * 50).otherwise("dur_ns")
+    nodes = unlike(result.nodes, 1).with_columns(dur_ns=slow)
+    trace = merge(replace(result.trace, nodes=nodes.lazy())).trace
+    found = predict(trace, draws=30).spread
+    assert (found.observed_steps, found.unlike_steps) == (4, 1)
+    # All but the first of the window, which follows no step, and the unlike one.
+    assert found.simulated_steps == 30 * 3
+    assert found.quantiles[-1].ns < 2 * usual.quantiles[-1].ns
+
+
 def test_why_there_is_no_spread(make_run, monkeypatch):
     one = merge(make_run(steps=1).trace)
     assert "two steps" in predict(one.trace).why_no_spread
@@ -97,16 +120,13 @@ def test_why_there_is_no_spread(make_run, monkeypatch):
     monkeypatch.setattr(resampling, "_LARGEST", 10)
     assert "too many" in why_not_resampled(rows)
     monkeypatch.undo()
-    assert "number of operations" in why_not_resampled(rows[1:])
-    renamed = rows.with_columns(
-        kind=pl.when(pl.int_range(pl.len()) == 0)
-        .then(pl.lit("memcpy", dtype=rows.schema["kind"]))
-        .otherwise("kind")
-    )
-    assert "in their operations" in why_not_resampled(renamed)
+    assert why_not_resampled(unlike(rows, 0)) is None
+    two_unlike = unlike(unlike(rows, 0), 1)
+    assert "same operations" in why_not_resampled(two_unlike)
+    assert "after the warm-up (1 step)" in why_not_resampled(unlike(rows, 1), warmup=1)
     graph, _ = graph_from_trace(three.trace)
     with pytest.raises(CalibError, match="operations"):
-        resample_steps(graph, renamed, header=three.header)
+        resample_steps(graph, two_unlike, header=three.header)
     with pytest.raises(CalibError, match="no draws"):
         resample_steps(graph, rows, header=three.header, draws=0)
 

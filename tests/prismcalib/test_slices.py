@@ -216,6 +216,21 @@ def test_pooled_steps_get_one_value(tmp_path):
     assert per_step["x_spread_ns"][0] == max(observed[2:]) - min(observed[2:])
 
 
+def test_steps_of_other_operations_are_not_pooled(tmp_path):
+    spec = synth.JobSpec(pp=1, tp=1, dp=2, microbatches=1, steps=6, launch_gap_ns=0)
+    paths = synth.cut_into_slices(synth.generate(spec), tmp_path, 1)
+    own = pl.read_parquet(paths[0]).filter((pl.col("rank") == 0) & (pl.col("step") == 1))
+    change(paths[0], replaced("kind", at(0, own["index"][0]), "memcpy"))
+    nodes = merge(paths, slices=SliceOptions(pool_steps=True, warmup=1)).nodes
+    first = nodes.filter((pl.col("rank") == 0) & pl.col("group").is_null()).with_columns(
+        place=pl.int_range(pl.len()).over("step")
+    )
+    first = first.filter(pl.col("place") == 0).sort("step")
+    assert first["dur_ns"].n_unique() == 2, "one value of five steps, and that of the other"
+    assert first["dur_ns"][1] == first["x_observed_dur_ns"][1]
+    assert first["dur_ns"][0] == first["dur_ns"][2]
+
+
 def test_steps_of_a_slice_are_samples_of_the_one_step_of_the_bare_graph(tmp_path):
     spec = synth.JobSpec(
         pp=2, tp=1, dp=2, microbatches=2, steps=4, jitter=0, step_jitter=0, comm_jitter=0,
