@@ -149,6 +149,13 @@ def test_nodes_without_streams_that_run_beside_each_other_get_streams(tmp_path):
     assert report.repairs == {"laid-out-start": 8}
 
 
+def test_thousands_of_nodes_beside_each_other_share_streams(tmp_path):
+    job(tmp_path, 0, *(node(number, dur=1 + number % 7) for number in range(5000)))
+    trace, report = run(tmp_path, tmp_path)
+    assert len(trace.header.streams) == 4096
+    assert report.repairs["assumed-stream-order"] == 5000 - 4096
+
+
 def test_streams_are_ordered_and_implied_edges_left_out(tmp_path):
     job(
         tmp_path, 0,

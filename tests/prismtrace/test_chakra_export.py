@@ -9,7 +9,9 @@ import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from prismtrace import cli
 from prismtrace.converters.chakra.frames import read_frames
 from prismtrace.converters.chakra.messages import message_class
 from prismtrace.errors import OutputError
@@ -219,3 +221,12 @@ def test_what_was_written_is_one_message_a_row(tmp_path):
     text = (tmp_path / "job" / "job.0.et").read_bytes()
     found = read_frames([text], where="", counts=Counter())
     assert (found.nodes.name, found.metadata["rank"]) == (["x" * 300], 0)
+
+
+def test_the_command_says_what_was_lost(tmp_path):
+    write(build_trace({"start_ns": 0, "dur_ns": 1}), tmp_path / "run.parquet")
+    words = ["export", tmp_path / "run.parquet", "--to", "chakra", "-o", tmp_path / "job"]
+    done = CliRunner().invoke(cli.app, [str(word) for word in words])
+    assert done.exit_code == 0
+    assert "rounded-times" in done.stdout
+    assert "(2 files, " in done.stdout

@@ -20,6 +20,10 @@ __all__ = ["assign_lanes"]
 _MOST_LANES = 256
 """Streams before they are used again by nodes that are not known to follow each other."""
 
+_ALL_LANES = 4096
+"""Streams before nodes wait until one is free."""
+_NEVER = 2**63
+
 
 @dataclass
 class _Kind:
@@ -99,9 +103,12 @@ class _Lanes:
             waited = since if self._since[node] != node else node - 1
             chosen = self._idle(kind.by_tail, waited)
         if chosen < 0 and len(self._tails) >= _MOST_LANES:
-            chosen = self._ended(kind.by_end, at)
+            full = len(self._tails) >= _ALL_LANES
+            chosen = self._ended(kind.by_end, _NEVER if full else at)
             if chosen >= 0:
-                self.added.append((node, self._tails[chosen]))
+                tail = self._tails[chosen]
+                self.added.append((node, tail))
+                self._end[node] = max(at, self._end[tail]) + duration
         if chosen < 0:
             chosen = len(self._tails)
             self._tails.append(node)
