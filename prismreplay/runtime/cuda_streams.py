@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 import time
 from typing import Any
 
@@ -137,17 +138,25 @@ _YES = ("1", "y", "yes", "t", "true")
 def watch_streams(lanes: Lanes) -> None:
     """Tell a recorder's lanes which stream the program puts work into, and which wait for which.
 
-    Hooks on Python's `torch.cuda` only: what C++ does (autograd's engine) is not seen.
+    Hooks on Python's `torch.cuda` only: what C++ does (autograd's engine) is not seen. Nor is what
+    other threads do than the calling one and autograd's, such as one that loads data.
     """
+    program = threading.get_ident()
+
+    def is_program() -> bool:
+        in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        return bool(threading.get_ident() == program or in_backward)
+
     set_stream, event = torch.cuda.set_stream, torch.cuda.Event
     record, wait = event.record, event.wait
 
     @functools.wraps(set_stream)
     def switch(stream: Any) -> None:
-        if stream is None or not torch.cuda.is_initialized() or _key(stream) == current_stream():
+        before = current_stream()
+        if stream is None or before in (None, _key(stream)) or not is_program():
             set_stream(stream)
             return
-        lanes.leave(current_stream())
+        lanes.leave(before)
         set_stream(stream)
         lanes.find()
 
@@ -155,7 +164,7 @@ def watch_streams(lanes: Lanes) -> None:
     def put(self: Any, stream: Any = None) -> None:
         if stream is None:
             stream = torch.cuda.current_stream()
-        if _is_cuda(stream):
+        if _is_cuda(stream) and is_program():
             setattr(self, _DEPENDENCIES, lanes.event_recorded(_key(stream)))
         record(self, stream)
 
@@ -164,7 +173,7 @@ def watch_streams(lanes: Lanes) -> None:
         if stream is None:
             stream = torch.cuda.current_stream()
         known = getattr(self, _DEPENDENCIES, None)
-        if not known or not _is_cuda(stream):
+        if not known or not _is_cuda(stream) or not is_program():
             wait(self, stream)
             return
         lanes.wait_for_event(_key(stream), known, lambda: wait(self, stream))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import ClassVar
 
 import pytest
@@ -85,6 +86,19 @@ def test_an_event_carries_what_is_ahead_of_it(calls):
     event.record()
     event.wait(Stream(1))
     assert calls[1:] == [("announce", 0), ("record", 0), ("before", 1, (4, 0)), ("wait", 1)]
+
+
+def test_other_threads_are_none_of_the_program(calls):
+    def load():
+        torch.cuda.set_stream(Stream(3))
+        event = torch.cuda.Event()
+        event.record(Stream(3))
+        event.wait(Stream(0))
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    thread.join()
+    assert calls == [("set", 3), ("record", 3), ("wait", 0)]
 
 
 def test_streams_that_are_none_of_cuda_s_are_let_be(calls):
