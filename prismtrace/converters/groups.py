@@ -9,6 +9,7 @@ the candidates named when several do.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,12 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from prismtrace.converters.kineto.carried import CommOp
+from prismtrace.converters.sniff import SourceFormat, sniff
 from prismtrace.errors import GroupError, InputFileError
 from prismtrace.input_files import require_readable, unreadable
 from prismtrace.ranks import MOST_RANKS, format_ranks, parse_ranks
 from prismtrace.schema import ProcessGroup
 
-__all__ = ["GroupBook", "GroupKey", "NamedGroup", "read_groups_file", "united"]
+__all__ = [
+    "GroupBook",
+    "GroupKey",
+    "NamedGroup",
+    "groups_among",
+    "read_groups_file",
+    "united",
+    "unlisted",
+]
 
 Ranks = tuple[int, ...]
 
@@ -87,6 +97,44 @@ def read_groups_file(path: Path) -> dict[str, Ranks]:
             raise _no_groups(path, f"{name!r} is named twice")
         groups[name] = _given_ranks(path, name, ranks)
     return groups
+
+
+def groups_among(
+    paths: Sequence[Path], given: str | os.PathLike[str] | None
+) -> tuple[list[Path], dict[str, Ranks]]:
+    """The inputs without the file of process groups that may be among them, and the groups.
+
+    Args:
+        paths: the inputs.
+        given: a file of groups that was given apart; then that one counts.
+
+    Raises:
+        InputFileError: see `read_groups_file`; or there are two.
+    """
+    found = [path for path in paths if sniff(path) is SourceFormat.GROUPS]
+    if len(found) > 1 and given is None:
+        raise InputFileError(
+            "two files of process groups are among the inputs",
+            where=f"{found[0]} and {found[1]}",
+            hint="convert the files of one job only",
+        )
+    source = given if given is not None else next(iter(found), None)
+    others = [path for path in paths if path not in found]
+    if not others:
+        raise InputFileError(
+            "only process groups were given",
+            where=str(found[0]),
+            hint="name the traces, too",
+        )
+    return others, {} if source is None else read_groups_file(Path(source))
+
+
+def unlisted(
+    named: Mapping[str, Ranks], listed: Iterable[Sequence[NamedGroup]]
+) -> dict[str, Ranks]:
+    """Groups of which no trace lists the ranks; the others are known, perhaps by another name."""
+    known = {group.ranks for groups in listed for group in groups}
+    return {name: ranks for name, ranks in named.items() if ranks not in known}
 
 
 class _Pairs(list[tuple[str, Any]]):

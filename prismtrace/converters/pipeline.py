@@ -23,7 +23,7 @@ from prismtrace.converters.first_pass import (
     traces_by_rank,
 )
 from prismtrace.converters.flight.resolving import dumps_beside, groups_from_dumps
-from prismtrace.converters.groups import GroupBook, read_groups_file
+from prismtrace.converters.groups import GroupBook, groups_among, unlisted
 from prismtrace.converters.inputs import PathLike, expand_inputs, given_ranks
 from prismtrace.converters.kept import drop_kept, kept_folder
 from prismtrace.converters.kineto.annotate import step_pattern
@@ -172,6 +172,7 @@ def convert(
     _check_options(grain, unmatched, keep_args, step_from)
     processes = tuple(sorted((rank_of_pid or {}).items()))
     refuse_inputs(target, [*paths, groups])
+    paths, named = groups_among(paths, groups)
     dumps = dumps_beside(paths)
     paths, beside = apart([path for path in paths if path not in dumps], given)
     options = RankOptions(
@@ -183,7 +184,6 @@ def convert(
         rank_of_pid=processes,
         execution_traces=beside,
     )
-    named = read_groups_file(Path(groups)) if groups is not None else {}
     with ExitStack() as stack:
         folder = stack.enter_context(workspace(target))
         parts = folder
@@ -197,6 +197,8 @@ def convert(
         traces = traces_by_rank(read, paths, progress)
         require_processes(traces, options)
         require_profiles(traces, beside)
+        if groups is None:
+            named = unlisted(named, [trace.groups for trace in traces])
         world_size = _world_size(traces, named.values())
         counts: Counter[str] = Counter()
         for trace in traces:

@@ -28,6 +28,7 @@ class SourceFormat(StrEnum):
     NSYS_REPORT = "nsys-report"
     SQLITE = "sqlite"
     PRISMTRACE_PARQUET = "prismtrace-parquet"
+    GROUPS = "groups"
     OPS_PARQUET = "ops-parquet"
     OPS_CSV = "ops-csv"
     UNKNOWN = "unknown"
@@ -44,6 +45,7 @@ _DESCRIPTIONS = {
     SourceFormat.NSYS_REPORT: "an Nsight Systems report",
     SourceFormat.SQLITE: "an SQLite database, but no Nsight Systems export",
     SourceFormat.PRISMTRACE_PARQUET: "a PrismTrace file already",
+    SourceFormat.GROUPS: "a list of process groups",
     SourceFormat.OPS_PARQUET: "an operation-level trace (Parquet)",
     SourceFormat.OPS_CSV: "an operation-level trace (CSV)",
     SourceFormat.UNKNOWN: "in no format that is known here",
@@ -57,6 +59,7 @@ _KINETO_KEYS = re.compile(
 )
 _KINETO_EVENT = re.compile(rb'\s*\[\s*(?:\]|\{[^{}\[\]]*"(?:ph|cat)"\s*:)')
 _NSYS_REPORTS = (".nsys-rep", ".qdrep", ".qdstrm")
+_GROUPS = re.compile(rb'\{\s*(?:\}\s*$|"[^"]*"\s*:\s*\[\s*[0-9]+\s*[,\]])')
 _OPS_COLUMNS = frozenset({"dp_rank", "stage", "step", "optype"})
 
 
@@ -162,7 +165,7 @@ def _sniff_json(text: bytes) -> SourceFormat:
         return SourceFormat.KINETO
     if _has_key(text, "pg_config") and _has_key(text, "version"):
         return SourceFormat.FLIGHT_RECORDER_JSON
-    return SourceFormat.UNKNOWN
+    return SourceFormat.GROUPS if _GROUPS.match(text) else SourceFormat.UNKNOWN
 
 
 def _first_line(text: bytes) -> str:

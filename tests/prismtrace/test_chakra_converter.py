@@ -105,6 +105,15 @@ def test_groups_may_be_given(tmp_path):
         run(tmp_path, sorted(tmp_path.glob("*.et")))
     trace, _ = run(tmp_path, sorted(tmp_path.glob("*.et")), groups=listed)
     assert rows(trace, "group", "seq") == [(0, 0)] * 3
+    # Among the inputs it is told by its content.
+    trace, _ = run(tmp_path, [*sorted(tmp_path.glob("*.et")), listed])
+    assert rows(trace, "group", "seq") == [(0, 0)] * 3
+    with pytest.raises(InputFileError, match="only process groups"):
+        run(tmp_path, listed)
+    twice = tmp_path / "more.json"
+    twice.write_text(listed.read_text())
+    with pytest.raises(InputFileError, match="two files of process groups"):
+        run(tmp_path, [*sorted(tmp_path.glob("*.et")), listed, twice])
 
 
 def test_collectives_of_some_dimensions_are_refused(tmp_path):

@@ -45,7 +45,7 @@ def back(folder, trace):
     """A trace after it was exported and converted again, and what the export counted."""
     lost = export(trace, folder / "job", to="chakra")
     (folder / "back").mkdir()
-    found, report = run(folder / "back", sorted((folder / "job").glob("*.et")))
+    found, report = run(folder / "back", folder / "job")
     return found, report, lost
 
 

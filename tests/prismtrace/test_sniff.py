@@ -25,6 +25,7 @@ TEXTS = {
     b'{"schema": "1.1.1-chakra.0.0.4", "pid": 3, "nodes": []}': SourceFormat.PYTORCH_ET,
     b'{"workload_graph": [{"Id": 1}]}': SourceFormat.CHAKRA_JSON,
     b'{"version": "2.10", "pg_config": {}, "entries": []}': SourceFormat.FLIGHT_RECORDER_JSON,
+    b'{"1": [0, 1, 2], "2": [3]}': SourceFormat.GROUPS,
     b'{"a": 1}': SourceFormat.UNKNOWN,
     b"[1, 2]": SourceFormat.UNKNOWN,
     b"": SourceFormat.UNKNOWN,
