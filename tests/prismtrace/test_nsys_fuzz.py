@@ -229,3 +229,33 @@ def test_calls(calls: list[Call], launches: list[int], around: list[tuple[int, i
     records = records_of_calls(ordered, around, launches, Counter())
     assert len(records) <= len(calls)
     assert len({group.name for group in communicators(ordered)}) <= 4
+
+
+def interior(child: int, children: int = 60) -> bytes:
+    """A page of a table's tree that names one child many times."""
+    cells = b"".join(child.to_bytes(4, "big") + bytes([n + 1]) for n in range(children))
+    start = 512 - len(cells)
+    head = bytes([5, 0, 0]) + children.to_bytes(2, "big") + start.to_bytes(2, "big") + b"\0"
+    offsets = b"".join((start + 5 * n).to_bytes(2, "big") for n in range(children))
+    return (head + child.to_bytes(4, "big") + offsets).ljust(start, b"\0") + cells
+
+
+@pytest.mark.parametrize("table", ["KERNEL", "RUNTIME"])
+def test_a_tree_that_would_take_for_ever_to_walk(export: Path, table: str) -> None:
+    with closing(sqlite3.connect(export)) as connection:
+        query = "SELECT rootpage FROM sqlite_master WHERE name = ?"
+        (root,) = connection.execute(query, (f"CUPTI_ACTIVITY_KIND_{table}",)).fetchone()
+    data = bytearray(export.read_bytes())
+    place = slice((root - 1) * 512, root * 512)
+    last = len(data) // 512 + 1
+    data += data[place]
+    for _ in range(17):  # 60**17 rows
+        data += interior(last)
+        last += 1
+    data[place] = interior(last)
+    data[28:32] = (len(data) // 512).to_bytes(4, "big")
+    path = export.with_name("deep.sqlite")
+    path.write_bytes(data)
+    found = outcome(lambda: read_only(path, recover=False))
+    assert isinstance(found, TraceError)
+    assert "damaged or cut short" in found.message

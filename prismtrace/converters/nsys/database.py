@@ -28,7 +28,11 @@ _ROWS = 16 * 1024
 _NULL = -(2**63)
 # A row takes more bytes than this; a damaged file can lead SQLite around in circles.
 _LEAST_ROW_BYTES = 4
-_LONGEST_VALUE = 4 * 2**20
+_LONGEST_VALUE = 16 * 2**20
+_TEXT_ROWS = 1024
+_OPERATIONS = 100_000  # of SQLite's machine, between two looks
+_LARGEST_GROWTH = 64  # of the file, in memory: a text may stand for many rows
+_LONGEST_NAME = 64 * 1024
 _MOST_AT_ONCE = 500  # values in one query
 
 
@@ -50,8 +54,18 @@ class Database:
         self._counts = counts
         self._recover = recover
         self._columns: dict[str, Mapping[str, str]] = {}
+        self._patience = 1000 + size // 1000
+        connection.set_progress_handler(self._watch, _OPERATIONS)
         listed = self.rows("SELECT name FROM sqlite_master WHERE type = 'table'")
         self._tables = frozenset(str(name) for (name,) in listed)
+
+    def _watch(self) -> bool:
+        """Called by SQLite as it works: whether it should give up.
+
+        A few operations a row are normal; pages that point at each other can take for ever.
+        """
+        self._patience -= 1
+        return self._patience < 0
 
     def columns(self, table: str) -> Mapping[str, str]:
         """Columns of a table, by name in lower case; none when the table is not there."""
@@ -108,7 +122,7 @@ class Database:
         found: dict[int, str] = {}
         for first in range(0, len(ids), _MOST_AT_ONCE):
             listed = ", ".join(str(int(i)) for i in ids[first : first + _MOST_AT_ONCE])
-            query = f"SELECT id, value FROM StringIds WHERE id IN ({listed})"  # noqa: S608
+            query = f"SELECT id, substr(value, 1, {_LONGEST_NAME}) FROM StringIds WHERE id IN ({listed})"  # noqa: S608
             found |= {
                 key: value
                 for key, value in self.rows(query)
@@ -118,16 +132,23 @@ class Database:
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """All rows of a query."""
-        return list(chain.from_iterable(self.blocks(query)))
+        return list(chain.from_iterable(self.blocks(query, texts=True)))
 
-    def blocks(self, query: str) -> Iterator[list[tuple[Any, ...]]]:
-        """The rows of a query, some thousands at a time; damage ends them."""
+    def blocks(self, query: str, *, texts: bool = False) -> Iterator[list[tuple[Any, ...]]]:
+        """The rows of a query, some thousands at a time; damage ends them.
+
+        With `texts` their size is watched, too: damaged rows may share one long text.
+        """
         most = self._size // _LEAST_ROW_BYTES + 1000
+        left = _LARGEST_GROWTH * self._size + _LONGEST_VALUE
         try:
             cursor = self._connection.execute(query)
-            while rows := cursor.fetchmany(_ROWS):
+            while rows := cursor.fetchmany(_TEXT_ROWS if texts else _ROWS):
                 most -= len(rows)
-                if most < 0:
+                if texts:
+                    cells = chain.from_iterable(rows)
+                    left -= sum(len(cell) for cell in cells if isinstance(cell, str | bytes))
+                if most < 0 or left < 0:
                     raise sqlite3.DatabaseError("more rows than fit into the file")
                 yield rows
         except (sqlite3.Error, ValueError, OverflowError) as error:  # its texts are not UTF-8 then

@@ -234,8 +234,9 @@ def _nvtx(database: Database, counts: Counter[str]) -> pl.DataFrame:
     binary = "e.binaryData" if "binarydata" in columns else "NULL"
     payload = f"CASE WHEN substr({text}, 1, 4) = 'nccl' THEN"
     query = (
-        f"SELECT e.start, e.end, e.globalTid, {text}, {payload} {json} END, "  # noqa: S608
-        f"{payload} {binary} END FROM NVTX_EVENTS e{joins} WHERE typeof(e.start) = 'integer' "
+        f"SELECT e.start, e.end, e.globalTid, substr({text}, 1, 4096), "  # noqa: S608
+        f"{payload} substr({json}, 1, 65536) END, "
+        f"{payload} substr({binary}, 1, 4096) END FROM NVTX_EVENTS e{joins} WHERE typeof(e.start) = 'integer' "
         "AND typeof(e.end) = 'integer' AND typeof(e.globalTid) = 'integer' "
         f"AND typeof({text}) = 'text' AND substr({text}, 1, 6) <> 'aten::'"
     )
@@ -250,7 +251,7 @@ def _nvtx(database: Database, counts: Counter[str]) -> pl.DataFrame:
                 "binary": pl.Series([_of(bytes, row[5]) for row in rows], dtype=pl.Binary),
             }
         )
-        for rows in database.blocks(query)
+        for rows in database.blocks(query, texts=True)
     ]
     found = pl.concat(frames) if frames else pl.DataFrame(schema=schema).drop("pid")
     counts["events"] += found.height
