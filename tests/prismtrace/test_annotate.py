@@ -58,6 +58,26 @@ def test_own_annotations(names: list[str], steps: list[int], tmp_path: Path) -> 
     assert [step for step, _ in found] == steps
 
 
+def test_names_that_tell_their_numbers(tmp_path: Path) -> None:
+    """Without the profiler's own steps; microbatches hold for all threads, too."""
+    files = write_files(
+        tmp_path / "in",
+        document(
+            note("train_step 4", 0, 90), note("microbatch 0", 5, 30), note("mb_1", 40, 30),
+            note("step 5", 100, 50), note("backward", 40, 30),
+            op(10), op(50, tid=200), op(75), op(110),
+        ),
+    )  # fmt: skip
+    trace, report = run(tmp_path, files, grain="kernel")
+    assert rows(trace, "step", "microbatch", "phase") == [
+        (4, 0, None),
+        (4, 1, "backward"),  # of a thread that marks nothing itself
+        (4, None, None),
+        (5, None, None),
+    ]
+    assert report.steps == (4, 5)
+
+
 def test_whole_file_as_one_step(tmp_path: Path) -> None:
     found = annotated(tmp_path, note("ProfilerStep#7", 0, 50), op(10), op(70), step_from="whole")
     assert [step for step, _ in found] == [0, 0]
