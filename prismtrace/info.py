@@ -95,15 +95,16 @@ def summarize(trace: Trace) -> TraceInfo:
         end.max().alias("end_ns"),
     ]
     with reading(trace.paths):
-        ranks, kinds, groups, steps, critical = pl.collect_all(
-            [
+        # One after another: collected together, they would share the table, and hold it.
+        ranks, kinds, groups, steps, critical = (
+            table.collect(engine="streaming")
+            for table in (
                 nodes.group_by("rank").agg(span).sort("rank"),
                 _by_kind(nodes),
                 nodes.filter(pl.col("group").is_not_null()).group_by("group").len(),
                 nodes.filter(pl.col("step").is_not_null()).group_by("step").agg(span).sort("step"),
                 nodes.select(pl.col("critical").sum()),
-            ],
-            engine="streaming",
+            )
         )
     counts = dict(groups.iter_rows())
     names = nodes.collect_schema().names()
