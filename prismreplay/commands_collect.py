@@ -119,6 +119,8 @@ def collect(
     console.warn_of_suffix(output)
     # Before torch is imported, which counts its threads then.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Ranks are forked, which CUDA does not survive: nothing here may start it to ask for GPUs.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     from prismreplay.collect.collecting import CollectOptions, usable_devices
     from prismreplay.collect.collecting import collect as run
     from prismreplay.errors import DeadlockError, RankFailedError
