@@ -220,7 +220,10 @@ def part_moves(folder, results, full):  # noqa: ARG001
     from prismreplay.collect.swapping import load_checkpoints
 
     nvml = Nvml.load()
-    token = find_gpus(nvml)[0].token
+    gpus = find_gpus(nvml)
+    if not gpus:
+        raise RuntimeError("no NVIDIA GPU is visible")
+    token = gpus[0].token
     checkpoints = load_checkpoints()
     print(
         "| GiB | round | out s | GB/s | in s | GB/s | freed GB | host GB | right | copy out, in GB/s |"
@@ -318,35 +321,68 @@ PARTS = {
 }
 
 
+def run_part(name, target, full, limit) -> str | None:
+    """Run a part in a process of its own, which a driver that hangs may keep; what went wrong."""
+    command = [sys.executable, __file__, "--inner", name, "--out", str(target)]
+    child = subprocess.Popen([*command, *(["--full"] if full else [])], start_new_session=True)
+    try:
+        code = child.wait(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        return f"stopped after {limit:.0f} s"
+    except BaseException:
+        os.killpg(child.pid, signal.SIGKILL)
+        raise
+    return None if code == 0 else f"exit code {code}"
+
+
+def inner(name, target, full) -> None:
+    """One part; results so far are written however it ends."""
+    results: dict[str, object] = {}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            PARTS[name][0](Path(folder), results, full)
+    except Exception:  # noqa: BLE001  the rest goes on
+        results["failed"] = traceback.format_exc()
+        print(results["failed"], flush=True)
+        raise SystemExit(1) from None
+    finally:
+        target.write_text(json.dumps(results, indent=1, default=str))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder, or a .json")
     parser.add_argument("--full", action="store_true", help="24 layers, and 16 GiB moves")
     parser.add_argument("--budget", type=float, default=600, help="seconds for all parts")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--inner", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     target = options.out
+    if options.inner:
+        inner(options.inner, target, options.full)
+        return
     if target.suffix != ".json":
         target.mkdir(parents=True, exist_ok=True)
         target = target / "collect_cuda.json"
     begun, failed = time.monotonic(), []
     results: dict[str, object] = {"argv": sys.argv[1:]}
     for name in options.parts:
-        do, least = PARTS[name]
+        least = PARTS[name][1]
         left = options.budget - (time.monotonic() - begun)
         print(f"=== {name} ({left:.0f} s left)", flush=True)
         if left < least:
             print(f"skipped: {left:.0f} s are left, it takes {least}")
-            results[f"{name}: skipped"] = left
             continue
         started = time.monotonic()
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                do(Path(folder), results, options.full)
-        except Exception:  # noqa: BLE001  the rest goes on
-            failed.append(name)
-            results[f"{name}: failed"] = traceback.format_exc()
-            print(results[f"{name}: failed"], flush=True)
+        piece = target.with_name(f"{target.stem}-{name}.json")
+        wrong = run_part(name, piece, options.full, left)
+        if wrong is not None:
+            failed.append(f"{name} ({wrong})")
+        if piece.exists():
+            results[name] = json.loads(piece.read_text())
+            piece.unlink()
         print(f"part {name} took {time.monotonic() - started:.1f} s", flush=True)
         target.write_text(json.dumps(results, indent=1, default=str))
     print(f"raw results: {target}" + (f"; failed: {', '.join(failed)}" if failed else ""))

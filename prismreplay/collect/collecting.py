@@ -249,9 +249,11 @@ class _Run:
 
     def perform(self, target: Path, progress: Callable[[int, str], None] | None) -> None:
         """Run all ranks to their end; on failure, write what steps they have finished."""
+        if self._room is not None:
+            require_cuda_asleep("the command began")
         preload()
         if self._room is not None:
-            require_cuda_asleep()
+            require_cuda_asleep("torch's parts were imported")
         self._fold()
         ranks: list[RankProcess] = []
         pipes: list[int] = []

@@ -159,8 +159,8 @@ def find_gpus(nvml: Nvml | None, environment: Mapping[str, str] = os.environ) ->
     return tuple(found)
 
 
-def require_cuda_asleep() -> None:
-    """See to it that this process can still be forked.
+def require_cuda_asleep(after: str) -> None:
+    """See to it that this process can still be forked, `after` something was done.
 
     Raises:
         SwapError: CUDA runs in it; forked ranks could not use a GPU.
@@ -173,6 +173,7 @@ def require_cuda_asleep() -> None:
     if driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_NOT_INITIALIZED:
         raise SwapError(
             "CUDA was started in the process that ranks are forked from",
+            where=f"after {after}",
             hint="is there a sitecustomize, or a plugin of torch, that calls torch.cuda? Switch it "
             "off for this run",
         )

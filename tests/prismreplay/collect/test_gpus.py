@@ -126,7 +126,7 @@ def test_a_process_that_only_imported_torch_may_be_forked():
         "from prismreplay.collect.pool import preload\n"
         "from prismreplay.collect.gpus import require_cuda_asleep\n"
         "import torch\n"
-        "preload(); torch.cuda.is_available(); require_cuda_asleep()"
+        "preload(); torch.cuda.is_available(); require_cuda_asleep('all')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -140,8 +140,9 @@ def test_a_process_in_which_cuda_runs_must_not_be_forked(monkeypatch):
             return 0
 
     monkeypatch.setattr(ctypes, "CDLL", Driver)
-    with pytest.raises(SwapError, match="forked"):
-        require_cuda_asleep()
+    with pytest.raises(SwapError, match="forked") as caught:
+        require_cuda_asleep("breakfast")
+    assert caught.value.where == "after breakfast"
 
 
 @pytest.mark.gpu
