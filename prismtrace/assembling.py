@@ -96,7 +96,7 @@ def assemble(
         job.check_ranks(header)
         made = job.header(header, axis_of)
         parts = {
-            rank: job.complete(rank, pl.scan_parquet(folder / f"{rank}.parquet"), made)
+            rank: job.complete(rank, pl.scan_parquet(folder / f"{rank}.parquet", glob=False), made)
             for rank in sorted(job.ranks)
         }
         if job.queued:

@@ -5,7 +5,8 @@
 #   benchmarks/gpu/run_all.sh [--full] [--out FOLDER]
 #
 # PYTHON is the interpreter (python3). By default it ends within 130 s, and tests only the plugin;
-# --full runs all GPU tests, longer benchmarks, and takes up to ten minutes.
+# --full runs all GPU tests, longer benchmarks, those of record and collect (which need what
+# prismreplay needs: polars, pydantic and so on), and takes up to half an hour.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -14,7 +15,7 @@ while (($#)); do
     case "$1" in
         --full) full=(--full) ;;
         --out) out="$2"; shift ;;
-        *) sed -n '2,9p' "${BASH_SOURCE[0]}"; exit 2 ;;
+        *) sed -n '2,10p' "${BASH_SOURCE[0]}"; exit 2 ;;
     esac
     shift
 done
@@ -93,6 +94,11 @@ else
     states+=("not run: no compute-sanitizer")
 fi
 part benchmarks 35 "$python" benchmarks/gpu/kernels.py --out "$out" "${full[@]}"
+if ((${#full[@]})); then
+    part record 90 "$python" benchmarks/gpu/record_overhead_cuda.py --repeats 2 --budget 400 \
+        --out "$out/record_overhead_cuda.json"
+    part collect 90 "$python" benchmarks/gpu/collect_cuda.py --out "$out" --budget 420
+fi
 gpus="$(nvidia-smi -L 2>/dev/null | grep -c UUID)"
 if ((gpus > 1)); then
     part peers 60 "$python" -m torch.distributed.run --nproc-per-node "$gpus" \

@@ -175,7 +175,7 @@ def collect(
             local_world_size=options.local_world_size or options.world_size,
             run=folder.name,
             place=Place(options.shm_dir),
-            observe=functools.partial(_observe, folder, options),
+            observe=functools.partial(_observe, folder, options, room is not None),
             gpus=() if room is None else tuple(gpu.token for gpu in room.gpus),
         )
         with limit_of_open_files(options.world_size) as limits:
@@ -440,13 +440,14 @@ def _spool(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.spool"
 
 
-def _observe(folder: Path, options: CollectOptions, rank: int) -> Observed:
+def _observe(folder: Path, options: CollectOptions, on_gpus: bool, rank: int) -> Observed:
     """In a rank: what turns its communications into its graph."""
     from prismreplay.runtime.annotations import make_recorder
 
     options.tensors.prepare_rank()
     writer = SpanWriter(_spool(folder, rank), rank=rank, world_size=options.world_size)
-    recorder = make_recorder(writer)
+    # On GPUs as `record` does, so that the graphs can be compared.
+    recorder = make_recorder(writer, cuda=on_gpus)
     return Observed(
         recorder,
         finish=recorder.finish,

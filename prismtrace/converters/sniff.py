@@ -183,7 +183,7 @@ def _sniff_parquet(path: Path) -> SourceFormat:
     try:
         if "prismtrace" in pl.read_parquet_metadata(path):
             return SourceFormat.PRISMTRACE_PARQUET
-        columns = set(pl.read_parquet_schema(path))
+        columns = set(pl.scan_parquet(path, glob=False).collect_schema())
     except (OSError, pl.exceptions.PolarsError):
         return SourceFormat.UNKNOWN
     return SourceFormat.OPS_PARQUET if columns >= _OPS_COLUMNS else SourceFormat.UNKNOWN

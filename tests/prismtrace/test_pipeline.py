@@ -27,7 +27,6 @@ from prismtrace.errors import (
     OutputError,
     PrismError,
     RankError,
-    SourceFormatError,
     StepError,
     TraceError,
     ValidationError,
