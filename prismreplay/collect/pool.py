@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
 import os
 import random
 import resource
-import signal
-import socket
 import sys
 import threading
 import traceback
@@ -30,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from prismreplay.collect.client import CollectRole, Connection
+from prismreplay.collect.forking import fork
 from prismreplay.collect.handover import Place
 from prismreplay.collect.logs import Streams
 from prismreplay.collect.messages import Channel
@@ -40,7 +38,7 @@ from prismreplay.errors import ReplayError
 from prismreplay.runtime.exits import before_exit, leave
 from prismtrace.errors import PrismError
 
-__all__ = ["Job", "Observed", "RankProcess", "detach", "environment", "preload", "start_rank"]
+__all__ = ["Job", "Observed", "RankProcess", "environment", "preload", "start_rank"]
 
 _PRELOADED = (
     "torch",
@@ -177,39 +175,17 @@ def start_rank(job: Job, rank: int, streams: Streams, inherited: Iterable[int]) 
         streams: its output.
         inherited: descriptors that it must not keep, such as those of other ranks.
     """
-    ours, theirs = socket.socketpair()
-    parent = os.getpid()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        # Python warns of forks beside threads; torch's idle ones hold no lock that ranks need.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        code = 70
-        try:
-            ours.close()
-            for descriptor in inherited:
-                os.close(descriptor)
-            code = _rank_main(job, rank, streams, Channel(theirs), parent)
-        except BaseException:  # noqa: BLE001  nothing may return into the parent's code
-            traceback.print_exc()
-        finally:
-            leave(code)
-    with contextlib.suppress(OSError):  # the rank does it, too; who is first does not matter
-        os.setpgid(pid, pid)
-    theirs.close()
+    child = fork(lambda channel: _rank_main(job, rank, streams, channel), inherited)
     os.close(streams.out)
     if streams.err != streams.out:
         os.close(streams.err)
-    return RankProcess(rank, pid, Channel(ours), os.pidfd_open(pid))
+    return RankProcess(rank, *child)
 
 
 # --- in the rank ---------------------------------------------------------------------------
 
 
-def _rank_main(job: Job, rank: int, streams: Streams, channel: Channel, parent: int) -> int:
-    detach(parent)
+def _rank_main(job: Job, rank: int, streams: Streams, channel: Channel) -> int:
     _connect_streams(streams)
     if job.open_files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, job.open_files)
@@ -273,18 +249,6 @@ def _run(job: Job, connection: Connection, observed: Observed) -> int:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     return code
-
-
-def detach(parent: int) -> None:
-    """A process group of its own that ends with the coordinator, and fresh signal handlers."""
-    with contextlib.suppress(OSError):
-        os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        leave(1)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _connect_streams(streams: Streams) -> None:

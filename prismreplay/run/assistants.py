@@ -15,22 +15,18 @@ import itertools
 import os
 import select
 import signal
-import socket
-import sys
 import threading
 import time
-import traceback
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from prismreplay.collect.forking import fork
 from prismreplay.collect.handover import Parcel, ParcelWriter, Place, torch_dtype
 from prismreplay.collect.matching import Request
 from prismreplay.collect.messages import Channel, Message
-from prismreplay.collect.pool import detach
 from prismreplay.errors import RankFailedError
 from prismreplay.run.compensation import contribution
 from prismreplay.run.holding import Holder
@@ -95,31 +91,12 @@ def start_assistant(number: int, ledger: Ledger, inherited: Iterable[int]) -> As
         ledger: what the processes of the run share.
         inherited: descriptors that it must not keep.
     """
-    ours, theirs = socket.socketpair()
-    parent = os.getpid()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        code = 70
-        try:
-            ours.close()
-            for descriptor in inherited:
-                os.close(descriptor)
-            detach(parent)
-            _Player(Channel(theirs), participant(number), ledger).run()
-            code = 0
-        except BaseException:  # noqa: BLE001  nothing may return into the parent's code
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    with contextlib.suppress(OSError):
-        os.setpgid(pid, pid)
-    theirs.close()
-    return Assistant(number, pid, Channel(ours), os.pidfd_open(pid))
+
+    def run(channel: Channel) -> int:
+        _Player(channel, participant(number), ledger).run()
+        return 0
+
+    return Assistant(number, *fork(run, inherited))
 
 
 @dataclass

@@ -30,19 +30,19 @@ import mmap
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from prismreplay.collect.forking import fork
 from prismreplay.collect.handover import Place
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.messages import Channel, Message
-from prismreplay.collect.pool import RankProcess, detach
+from prismreplay.collect.pool import RankProcess
 from prismreplay.errors import HostsError, RankFailedError
 from prismreplay.run.ledger import Ledger
 
@@ -87,22 +87,12 @@ class Proxies:
 
     def start(self, rank: int, inherited: Iterable[int]) -> RankProcess:
         """Fork the proxy of a rank; it need not keep what is `inherited`."""
-        ours, theirs = socket.socketpair()
-        parent, far = os.getpid(), self._channels[rank]
-        pid = os.fork()
-        if pid == 0:
-            try:
-                ours.close()
-                for descriptor in {*inherited, *self.descriptors} - {far.fileno()}:
-                    os.close(descriptor)
-                detach(parent)
-                self._pass_on(rank, Channel(theirs), far)
-            finally:
-                os._exit(70)
-        with contextlib.suppress(OSError):  # the proxy does it, too
-            os.setpgid(pid, pid)
-        theirs.close()
-        started = RankProcess(rank, pid, Channel(ours), os.pidfd_open(pid))
+        far = self._channels[rank]
+        child = fork(
+            lambda near: self._pass_on(rank, near, far),
+            {*inherited, *self.descriptors} - {far.fileno()},
+        )
+        started = RankProcess(rank, *child)
         self._started[rank] = started
         return started
 
@@ -127,7 +117,7 @@ class Proxies:
                         hint="see what the command says on that host",
                     )
 
-    def _pass_on(self, rank: int, near: Channel, far: Channel) -> None:
+    def _pass_on(self, rank: int, near: Channel, far: Channel) -> NoReturn:
         """The proxy: never returns."""
         sending = threading.Lock()
 
