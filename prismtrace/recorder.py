@@ -135,7 +135,9 @@ class SpanWriter:
 
         Columns are those of `prismtrace.Node`; `stream` is a label. `after` are indices of
         earlier spans that it had to wait for, beside the last one of its stream. Both times are
-        None in a graph without times. Values are checked when the spool is assembled.
+        None in a graph without times. `step` must not decrease from one span of the rank to the
+        next: leave it out of what runs ahead, such as a loader's thread. Values are checked when
+        the spool is assembled.
         """
         index = next(self._indices)
         duration = None if start_ns is None or end_ns is None else end_ns - start_ns

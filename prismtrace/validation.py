@@ -55,7 +55,7 @@ RULES: dict[str, str] = {
     "duplicate-member": "a rank takes part in a sync instance once",
     "missing-member": "every rank of the trace that belongs to a collective takes part in it",
     "unmatched-p2p": "every send has its recv, where both ranks are in the trace",
-    "unequal-kind": "all members of a sync instance have the same kind",
+    "unequal-kind": "all members of a sync instance have the same kind, or other_comm",
     "unequal-bytes": "all members of a sync instance move the same bytes (not all_to_all)",
     "unequal-dtype": "all members of a sync instance have the same dtype",
     "unequal-reduce-op": "all members of a sync instance have the same reduce_op",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import prismtrace as pt
@@ -128,6 +128,7 @@ def test_changed_values(tmp_path, changes):
 
 @settings(quick, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 1), steps, values), min_size=1, max_size=2))
+@example([(0, [0], None), (1, [32, 39, 3], None)])  # a collective that one rank does not name
 def test_changed_values_converted(tmp_path, changes):
     dumps = list(DUMPS)
     for rank, where, value in changes:
