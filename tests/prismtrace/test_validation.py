@@ -176,6 +176,11 @@ def test_values_that_the_stored_type_cannot_hold(make_trace):
     }
 
 
+def test_a_kind_that_its_source_does_not_tell_contradicts_none(make_trace):
+    rows = [AR, {**AR, "rank": 1, "kind": "other_comm"}]
+    assert "unequal-kind" not in {each.rule for each in validate(make_trace(*rows))}
+
+
 def test_long_lists_of_deps(make_trace):
     """The limit of an array's length is read off the model like the other bounds."""
     trace = make_trace({"index": 2**20 + 1, "deps": list(range(1, 2**20 + 2))})
