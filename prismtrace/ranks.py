@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-__all__ = ["MOST_RANKS", "format_ranks", "parse_ranks"]
+__all__ = ["MOST_RANKS", "format_ranks", "name_ranks", "parse_ranks"]
 
 MOST_RANKS = 2**22
 """The largest job that is believed: a larger number is a mistake, and would fill the memory."""
@@ -24,6 +24,11 @@ def format_ranks(ranks: Sequence[int], *, strided: bool = True) -> str:
     Without `strided` only runs of consecutive numbers are joined, as people write them.
     """
     return ",".join(_runs(list(ranks), strided=strided))
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words: ``"rank 2"``, ``"ranks 0-3"``."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + format_ranks(ranks)
 
 
 def _runs(ranks: list[int], *, strided: bool) -> Iterable[str]:

@@ -336,14 +336,21 @@ class GroupBook:
         ]
         listed = f"; candidates: {', '.join(names)}" if names else ""
         keep = "keep such communications as local spans with --unmatched keep"
-        return GroupError(
-            message + listed,
-            where=f"rank {rank}",
-            hint="nothing in the trace tells them apart; dumps of the job's flight recorder, as "
-            f"further inputs, tell the groups of collectives; or {keep}"
-            if names
-            else f"name the groups with --groups FILE.json, or {keep}",
-        )
+        if not names:
+            hint = f"name the groups with --groups FILE.json, or {keep}"
+        elif self.counts["unused-flight-recorder"]:
+            hint = (
+                "nothing in the trace tells them apart, and nothing in the flight-recorder dumps fits: "
+                f"are these of the same ranks and run? Or {keep}"
+            )
+        elif self.counts["group-from-flight-recorder"]:
+            hint = f"nothing in the trace or in the dumps tells them apart; {keep}"
+        else:
+            hint = (
+                "nothing in the trace tells them apart; dumps of the job's flight recorder, as "
+                f"further inputs, tell the groups of collectives; or {keep}"
+            )
+        return GroupError(message + listed, where=f"rank {rank}", hint=hint)
 
     def table(
         self, used: Iterable[GroupKey]

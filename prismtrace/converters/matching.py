@@ -27,7 +27,7 @@ from prismtrace.converters.sequences import (
     violations,
 )
 from prismtrace.errors import AlignmentError
-from prismtrace.ranks import format_ranks
+from prismtrace.ranks import name_ranks
 from prismtrace.schema import Kind
 
 __all__ = ["match"]
@@ -201,15 +201,31 @@ def _by_order(matcher: _Matcher, key: GroupKey, sequences: dict[int, OpSequence]
             if matcher.keep_unmatched:
                 matcher.counts["kept-unmatched"] += sum(map(len, sequences.values()))
                 return None
-            raise _mismatch(key, sequences[reference], sequence, best)
+            raise _mismatch(matcher, key, sequences[reference], sequence, best)
         matcher.counts["ambiguous-window"] += best.ambiguous
         shift = 0 if rank == reference else best.shift
         numbers[rank] = [k + shift for k in range(len(sequence))]
     return numbers
 
 
+def _hint(matcher: _Matcher, text: str) -> str:
+    """`text`, and what else may be meant where flight recorders take part."""
+    if matcher.counts["group-from-flight-recorder"]:
+        text += "; or the flight-recorder dumps, which tell groups here, are of another job"
+    return (
+        f"{text}; --unmatched keep takes them as they are; of a job that stands still `prismtrace "
+        "hang DUMPS` tells who is waited for"
+    )
+
+
 def _mismatch(
-    key: GroupKey, a: OpSequence, b: OpSequence, best: Overlay, *, p2p: bool = False
+    matcher: _Matcher,
+    key: GroupKey,
+    a: OpSequence,
+    b: OpSequence,
+    best: Overlay,
+    *,
+    p2p: bool = False,
 ) -> AlignmentError:
     at, bt = best.slices(a, b)
     first = int(np.argmin(agree(a, b, at, bt, p2p=p2p)))
@@ -218,8 +234,11 @@ def _mismatch(
         f"in group {key.name!r}, and at best {best.agreeing} of {best.overlap} agree; e.g. "
         f"{a.describe(at.start + first)} against {b.describe(bt.start + first)}",
         where=f"ranks {a.rank} and {b.rank}, group {key.name!r}",
-        hint="the traces are of different steps or jobs, or their events were sampled or "
-        "dropped; profile the same steps on all ranks with every event kept",
+        hint=_hint(
+            matcher,
+            "the traces are of different steps or jobs, or their events were sampled or "
+            "dropped; profile the same steps on all ranks with every event kept",
+        ),
     )
 
 
@@ -238,10 +257,12 @@ def _store(
     silent = [rank for rank in key.ranks if rank in matcher.ranks and rank not in sequences]
     if silent and not matcher.keep_unmatched:
         raise AlignmentError(
-            f"ranks {format_ranks(silent)} recorded no communication in group {key.name!r}, "
-            f"ranks {format_ranks(present)} recorded {len(sequences[present[0]])}",
+            f"{name_ranks(silent)} recorded no communication in group {key.name!r}, "
+            f"{name_ranks(present)} recorded {len(sequences[present[0]])}",
             where=f"group {key.name!r}",
-            hint="the traces are of different steps, or communication events were dropped",
+            hint=_hint(
+                matcher, "the traces are of different steps, or communication events were dropped"
+            ),
         )
     common = set(numbers[present[0]]).intersection(*(numbers[rank] for rank in present[1:]))
     if silent:
@@ -261,7 +282,9 @@ def _store(
                 f"{inside} communications of rank {rank} in group {key.name!r} are missing on "
                 f"other ranks, between {len(known)} that are not",
                 where=f"rank {rank}, group {key.name!r}",
-                hint="events were sampled or dropped; profile with every event kept",
+                hint=_hint(
+                    matcher, "events were sampled or dropped; profile with every event kept"
+                ),
             )
         for position, number in zip(sequences[rank].positions, numbers[rank], strict=True):
             assignment.seq[position] = dense.get(number)
@@ -330,7 +353,7 @@ def _match_pair(
         if matcher.keep_unmatched:
             matcher.counts["kept-unmatched"] += len(sends) + len(recvs)
             return
-        raise _mismatch(key, sends, recvs, best, p2p=True)
+        raise _mismatch(matcher, key, sends, recvs, best, p2p=True)
     matcher.counts["ambiguous-window"] += best.ambiguous
     at, bt = best.slices(sends, recvs)
     for sequence, chosen in ((sends, at), (recvs, bt)):

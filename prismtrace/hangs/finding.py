@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from math import inf
 from pathlib import Path
 
 from prismtrace.converters.flight.inputs import dump_files
@@ -20,7 +21,7 @@ from prismtrace.hangs.report import (
     Verdict,
 )
 from prismtrace.hangs.waits import ends_of_waiting, reaching
-from prismtrace.ranks import format_ranks
+from prismtrace.ranks import format_ranks, name_ranks
 
 __all__ = ["find_hang"]
 
@@ -169,7 +170,7 @@ def _blame(
         detail = instance.difference.guess if instance.difference is not None else ""
         told = dict.fromkeys(ranks, instance)
     elif len(end) == 1:
-        told = {rank: _awaited_in(instances, rank) for rank in ranks}
+        told = {rank: _awaited_in(job, instances, rank) for rank in ranks}
         reason = Reason.NOT_ENQUEUED if ranks[0] in job.dumps else Reason.NO_DUMP
         detail = ""
     else:
@@ -195,10 +196,26 @@ def _within(state: JobState, instance: Instance) -> tuple[list[int], Reason]:
     return [], Reason.NOT_COMPLETED
 
 
-def _awaited_in(instances: Mapping[Key, Instance], rank: int) -> Instance:
-    """The operation that waits for the rank and for the fewest others."""
+def _awaited_in(job: FlightJob, instances: Mapping[Key, Instance], rank: int) -> Instance:
+    """The operation that the rank is first missing from.
+
+    What lacks a rank that is in another of them comes after that one; of the rest the one that
+    was enqueued first.
+    """
     waiting = [i for i in instances.values() if rank in i.absent or rank in i.no_dump]
-    return min(waiting, key=lambda i: (len(i.absent) + len(i.no_dump), -len(i.position)))
+    first = [
+        late
+        for late in waiting
+        if not any(other in i.position for i in waiting if i is not late for other in late.absent)
+    ]
+
+    def order(instance: Instance) -> tuple[float, int, int]:
+        entries = [job.dumps[r].entries[at] for r, at in instance.position.items()]
+        created = [entry.created_ns for entry in entries if entry.created_ns is not None]
+        missing = len(instance.absent) + len(instance.no_dump)
+        return min(created, default=inf), missing, -len(instance.position)
+
+    return min(first or waiting, key=order)
 
 
 def _taking_part(instances: Sequence[Instance], rank: int) -> Instance:
@@ -296,18 +313,18 @@ def _notes(job: FlightJob, state: JobState) -> list[str]:
             notes.append(f"members of group {group.key.name!r} differ in a collective: {told}")
     empty = [rank for rank, dump in job.dumps.items() if not dump.entries]
     if empty:
-        notes.append(f"the dumps of ranks {format_ranks(empty)} hold no operation")
+        notes.append(f"of {name_ranks(empty)} the dumps hold no operation")
     if job.counts["group-of-communicator-users"]:
         notes.append(
-            f"{job.counts['group-of-communicator-users']} groups are listed nowhere: their members "
-            "are the ranks that use them, so that one that never did would not be missed"
+            f"groups that are listed nowhere: {job.counts['group-of-communicator-users']}; their "
+            "members are the ranks that use them, so that one that never did would not be missed"
         )
     lost = job.counts["kept-without-group"]
     if lost:
         notes.append(
-            f"{lost} operations of groups whose ranks are unknown were left out: name the groups "
-            "with --groups"
+            f"left out, of groups whose ranks are unknown: operations {lost}; name the groups with "
+            "--groups"
         )
     if job.counts["dropped-entry"]:
-        notes.append(f"{job.counts['dropped-entry']} entries could not be read")
+        notes.append(f"entries that could not be read: {job.counts['dropped-entry']}")
     return notes

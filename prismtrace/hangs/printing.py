@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prismtrace import console
-from prismtrace.hangs.report import Culprit, HangReport, PendingOperation, Reason
+from prismtrace.hangs.report import Culprit, GroupProgress, HangReport, PendingOperation, Reason
 from prismtrace.printing import MOST_LINES
-from prismtrace.ranks import format_ranks
+from prismtrace.ranks import name_ranks
 
 __all__ = ["print_hang"]
 
@@ -31,14 +31,13 @@ def print_hang(report: HangReport) -> None:
     if len(report.culprits) > MOST_LINES:
         print(f"... and {len(report.culprits) - MOST_LINES} more ranks (--json lists all)")
     print()
-    _say(f"dumps: ranks {format_ranks(report.ranks)} of {report.world_size}")
+    _say(f"dumps: {name_ranks(report.ranks)} of a world of {report.world_size}")
     if report.missing_ranks:
-        _say(f"no dump of ranks {format_ranks(report.missing_ranks)}")
+        _say(f"no dump of {name_ranks(report.missing_ranks)}")
     for group in report.groups[:MOST_LINES]:
         _say(
-            f"group {group.name!r}{f' ({group.desc})' if group.desc else ''}, ranks "
-            f"{format_ranks(group.ranks)}: all enqueued #{_number(group.enqueued_by_all)}, all "
-            f"completed #{_number(group.completed_by_all)}"
+            f"group {group.name!r}{f' ({group.desc})' if group.desc else ''}, "
+            f"{name_ranks(group.ranks)}: {_progress(report, group)}"
         )
         if group.pending is not None:
             _print_pending(group.pending)
@@ -57,8 +56,17 @@ def _say(text: str) -> None:
     print(console.printable(text))
 
 
+def _progress(report: HangReport, group: GroupProgress) -> str:
+    known = set(group.ranks).isdisjoint(report.missing_ranks)
+    who = "all" if known else "all with a dump"
+    return (
+        f"enqueued by {who}: {_number(group.enqueued_by_all)}, "
+        f"completed by {who}: {_number(group.completed_by_all)}"
+    )
+
+
 def _number(seq: int | None) -> str:
-    return "none" if seq is None else str(seq)
+    return "none" if seq is None else f"#{seq}"
 
 
 def _culprit_lines(culprit: Culprit) -> list[str]:
@@ -68,7 +76,7 @@ def _culprit_lines(culprit: Culprit) -> list[str]:
     if culprit.detail:
         lines.append(f"  {culprit.detail}")
     if culprit.waited_for_by:
-        lines.append(f"  waited for by ranks {format_ranks(culprit.waited_for_by)}")
+        lines.append(f"  waited for by {name_ranks(culprit.waited_for_by)}")
     if culprit.last_operation is not None:
         at = f" at {culprit.last_site}" if culprit.last_site else ""
         lines.append(f"  its last known operation: {culprit.last_operation}{at}")
@@ -90,11 +98,11 @@ def _print_pending(pending: PendingOperation) -> None:
     ]
     for what, ranks in parts:
         if ranks:
-            _say(f"  {what + ':':<10} ranks {format_ranks(ranks)}")
+            _say(f"  {what + ':':<10} {name_ranks(ranks)}")
     for text, ranks in _by_text(pending.differences or {})[:MOST_LINES]:
-        _say(f"    {text}: ranks {format_ranks(ranks)}")
+        _say(f"    {text}: {name_ranks(ranks)}")
     for site, ranks in _by_text(pending.sites or {})[:MOST_LINES]:
-        _say(f"    at {site}: ranks {format_ranks(ranks)}")
+        _say(f"    at {site}: {name_ranks(ranks)}")
 
 
 def _by_text(texts: dict[int, str]) -> list[tuple[str, list[int]]]:

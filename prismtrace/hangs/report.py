@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from prismtrace.ranks import format_ranks
+from prismtrace.ranks import name_ranks
 
 __all__ = ["Culprit", "GroupProgress", "HangReport", "PendingOperation", "Reason", "Verdict"]
 
@@ -80,7 +80,8 @@ class GroupProgress:
     desc: str
     ranks: tuple[int, ...]
     enqueued_by_all: int | None
-    """Last collective that every dumped member has enqueued; null: none within the buffers."""
+    """Last collective that every member with a dump has enqueued (of others nothing is known);
+    null: none within the buffers."""
     completed_by_all: int | None
     pending: PendingOperation | None
 
@@ -129,10 +130,11 @@ class HangReport:
                 "stalled: what everything waits for was enqueued alike by all its members and does "
                 "not end (the network, or still in flight when the buffers were dumped)"
             )
-        ranks = sorted({culprit.rank for culprit in self.culprits})
-        names = ("rank " if len(ranks) == 1 else "ranks ") + format_ranks(ranks)
-        reasons = sorted({culprit.reason.value for culprit in self.culprits})
-        return f"hang: {names} ({', '.join(reasons)})"
+        blamed: dict[Reason, set[int]] = {}
+        for culprit in self.culprits:
+            blamed.setdefault(culprit.reason, set()).add(culprit.rank)
+        told = (f"{name_ranks(sorted(ranks))} ({why.value})" for why, ranks in blamed.items())
+        return f"hang: {', '.join(told)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as ``--json`` prints them."""

@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 import prismtrace as pt
-from prismtrace.errors import GroupError, InputFileError, RankError
+from prismtrace.errors import AlignmentError, GroupError, InputFileError, RankError
 from tests.prismtrace.flight_dumps import recorders, write_dumps
 
 
@@ -79,6 +79,17 @@ def test_windows_and_hangs_leave_heads_and_tails(tmp_path):
     report, _ = converted(write_dumps(tmp_path / "fr", ranks), tmp_path)
     assert report.matched == {"by-seq": 11}
     assert report.repairs == {"unmatched-head": 9, "unmatched-tail": 1, "wrapped-buffer": 1}
+
+
+def test_a_hang_that_is_refused_leads_to_the_command_for_it(tmp_path):
+    ranks = recorders(2)
+    ranks[0].run(state="started")
+    ranks[1].groups = {**ranks[1].groups, "me": (1,)}
+    ranks[1].run(group="me")
+    with pytest.raises(AlignmentError, match="recorded no communication") as refused:
+        converted(write_dumps(tmp_path / "fr", ranks), tmp_path)
+    assert "--unmatched keep" in (refused.value.hint or "")
+    assert "prismtrace hang" in (refused.value.hint or "")
 
 
 def test_a_folder_of_dumps(tmp_path):

@@ -145,6 +145,20 @@ def test_dumps_only_count_as_beside_other_files(recorder, tmp_path):
     assert dumps_beside([*paths, other]) == paths
 
 
+def test_dumps_of_which_nothing_is_used_are_counted(recorder, tmp_path):
+    trace = profile(recorder, slice(2, 8))
+    (stranger, _) = recorders(2, a=(0, 1))
+    for _ in range(9):
+        stranger.run(shape=(77,))
+    counts: Counter[str] = Counter()
+    paths = write_dumps(tmp_path / "fr", [stranger])
+    (found,) = groups_from_dumps([trace], paths, {}, counts)
+    assert {comm.group_name for comm in found.comms.comm} == {None}
+    # Of ranks without a profile.
+    groups_from_dumps([trace], paths, {paths[0]: 1}, counts)
+    assert counts == {"group-from-flight-recorder": 0, "unused-flight-recorder": 2}
+
+
 def test_two_dumps_of_one_rank(recorder, tmp_path):
     (path,) = write_dumps(tmp_path / "fr", [recorder])
     twin = tmp_path / "b_rank0"
@@ -157,8 +171,9 @@ def test_recorded_profiles_and_dumps_of_one_job(data_dir, tmp_path):
     """gloo's profiles name no group: collectives get theirs from the recorder, p2p does not."""
     inputs = [data_dir / "kineto/gloo-cpu-4", data_dir / "flight-recorder"]
     out = tmp_path / "out.parquet"
-    with pytest.raises(GroupError, match="send names no process group"):
+    with pytest.raises(GroupError, match="send names no process group") as refused:
         pt.convert(inputs, out)
+    assert "further inputs" not in (refused.value.hint or "")
     report = pt.convert(inputs, out, unmatched="keep")
     assert report.repairs == {"group-from-flight-recorder": 48, "kept-without-group": 64}
     assert report.matched == {"by-seq": 20}

@@ -92,6 +92,46 @@ def test_a_rank_without_a_dump_is_named(tmp_path):
     assert report.culprits[0].last_site is None
 
 
+def test_the_operation_that_the_rank_is_first_missing_from_is_told(tmp_path):
+    ranks = recorders(8, tp2=(4, 5), dp0=(0, 2, 4, 6), dp1=(1, 3, 5, 7))
+    ranks[4].run(group="tp2", state="started")
+    for recorder in ranks:
+        if recorder.rank not in (4, 5):
+            recorder.now_ns += 1_000_000_000
+            recorder.run(group=f"dp{recorder.rank % 2}", state="started")
+    report = find_hang(write_dumps(tmp_path, ranks))
+    (culprit,) = report.culprits
+    assert (culprit.rank, culprit.group) == (5, "tp2")
+    assert culprit.waited_for_by == (0, 1, 2, 3, 4, 6, 7)
+    # By the program's order where clocks say otherwise.
+    ranks = recorders(4, tp1=(2, 3))
+    ranks[2].now_ns += 1_000_000_000
+    ranks[2].run(group="tp1", state="started")
+    for rank in (0, 1):
+        ranks[rank].run(state="started")
+    (culprit,) = find_hang(write_dumps(tmp_path / "b", ranks)).culprits
+    assert (culprit.rank, culprit.group) == (3, "tp1")
+
+
+def test_each_rank_is_told_with_its_own_reason(tmp_path):
+    ranks = recorders(4)
+    train(ranks)
+    for recorder in ranks[:2]:
+        recorder.run(state="started")
+    report = find_hang(write_dumps(tmp_path, ranks[:3]))
+    assert report.sentence == "hang: rank 2 (not-enqueued), rank 3 (no-dump)"
+
+
+def test_a_copy_put_aside_is_no_rank(tmp_path):
+    ranks = recorders(2)
+    train(ranks)
+    paths = write_dumps(tmp_path, ranks)
+    aside = paths[1].rename(tmp_path / "nccl_trace_rank_1.bak")
+    with pytest.raises(RankError, match="put aside"):
+        find_hang(tmp_path)
+    assert find_hang([paths[0], aside], ranks={aside.name: 1}).ranks == (0, 1)
+
+
 @pytest.mark.parametrize(
     "other", [{"name": "all_gather"}, {"shape": (8,)}, {"dtype": "Half"}, {"name": "barrier"}]
 )
@@ -308,9 +348,12 @@ def test_the_command_names_the_culprit_first(tmp_path):
     lines = done.stdout.splitlines()
     assert lines[0] == "hang: rank 3 (no-dump)"
     assert lines[2].startswith("rank 3 left no dump")
-    assert "  waited for by ranks 2" in lines
-    assert "no dump of ranks 3" in lines
-    assert "    at train.py:31 in train_step: ranks 2" in lines
+    assert "  waited for by rank 2" in lines
+    assert "no dump of rank 3" in lines
+    assert "    at train.py:31 in train_step: rank 2" in lines
+    assert "dumps: ranks 0-2 of a world of 4" in lines
+    assert "group 'tp1' (desc tp1), ranks 2-3: enqueued by all with a dump: #1, " in done.stdout
+    assert "completed by all with a dump: none" in done.stdout
     done = CliRunner().invoke(cli.app, ["hang", str(tmp_path / "dumps"), "--json"])
     report = json.loads(done.stdout)
     assert report["culprits"][0]["rank"] == 3

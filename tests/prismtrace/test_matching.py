@@ -226,7 +226,7 @@ def test_sampled_operations_are_refused() -> None:
 
 def test_a_rank_without_any_operation_is_refused() -> None:
     a, _ = history(4)
-    with pytest.raises(AlignmentError, match="ranks 1 recorded no communication"):
+    with pytest.raises(AlignmentError, match="rank 1 recorded no communication"):
         run(rank_comms(0, a), rank_comms(1, []))
     found, _ = run(rank_comms(0, a), rank_comms(1, []), keep=True)
     assert found[0].seq == [None] * 4

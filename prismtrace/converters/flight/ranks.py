@@ -17,6 +17,7 @@ from prismtrace.errors import RankError
 __all__ = ["comms_of", "groups_of", "rank_of"]
 
 _LAST_NUMBER = re.compile(r"(\d{1,9})(?:\.\D\w*)*$")
+_PUT_ASIDE = ("~", ".bak", ".backup", ".old", ".orig", ".tmp", ".save", ".swp", ".copy")
 # How long an operation may last of which neither end nor timeout is known.
 _LONGEST_NS = 24 * 3600 * 10**9
 
@@ -25,10 +26,16 @@ def rank_of(path: Path, given: int | None) -> int:
     """A dump's rank: as given, else from the name of the file (nothing in it tells).
 
     Raises:
-        RankError: the name does not tell, or tells several.
+        RankError: the name does not tell, tells several, or is that of a copy put aside.
     """
     if given is not None:
         return given
+    if path.name.lower().endswith(_PUT_ASIDE):
+        raise RankError(
+            "by its name a copy that was put aside, not the flight-recorder dump of a rank",
+            where=str(path),
+            hint=f"leave it out, or say whose it is: --rank {path.name}=N",
+        )
     if (named := rank_in_name(path)) is not None:
         return named
     # Files are called whatever TORCH_FR_DUMP_TEMP_FILE says, and then the rank.

@@ -51,7 +51,7 @@ def groups_from_dumps(
         traces: what the profiles hold.
         paths: dumps of the same job.
         ranks: ranks that the user gave.
-        counts: operations whose group was found are counted.
+        counts: operations whose group was found are counted, and dumps that told none.
 
     Raises:
         TraceError: a dump cannot be read, or its rank is unknown or in two dumps.
@@ -66,6 +66,9 @@ def groups_from_dumps(
                 hint="give one dump per rank, or set ranks with --rank FILE=N",
             )
         dumps[rank] = path
+    recorded = {trace.rank for trace in traces}
+    if recorded.isdisjoint(dumps):
+        counts["unused-flight-recorder"] += len(dumps)
     return [
         _named(trace, read_dump(dumps[trace.rank]), counts) if trace.rank in dumps else trace
         for trace in traces
@@ -78,6 +81,7 @@ def _named(trace: RankTrace, dump: Dump, counts: Counter[str]) -> RankTrace:
     groups = tuple(group for group in trace.groups if group.ranks)
     groups += tuple(group for group in groups_of(dump) if group.name not in listed)
     found = _groups_of(trace, dump)
+    counts["unused-flight-recorder"] += not found
     comms, seq = list(trace.comms.comm), list(trace.comms.seq)
     # Equal descriptions stay one object.
     shared: dict[tuple[int, int], CommOp] = {}
