@@ -8,7 +8,7 @@ import polars as pl
 
 from prismtrace.ranks import format_ranks
 from prismtrace.reading import reading
-from prismtrace.schema import TraceHeader
+from prismtrace.schema import LOCAL_KINDS, TraceHeader
 from prismtrace.trace import Trace
 
 __all__ = ["GroupInfo", "KindInfo", "RankInfo", "StepInfo", "TraceInfo", "summarize"]
@@ -28,7 +28,8 @@ class RankInfo:
 class KindInfo:
     """All nodes of one kind. `dur_ns` adds up all ranks and streams.
 
-    `unmatched` counts communications whose partners lie outside the trace (no `seq`).
+    `unmatched` counts communications whose partners are not known (no `group` or no `seq`): they
+    wait for nobody.
     """
 
     kind: str
@@ -133,14 +134,15 @@ def _by_kind(nodes: pl.LazyFrame) -> pl.LazyFrame:
         column = pl.col(name)
         return pl.when(column.is_not_null().any()).then(column.sum()).alias(name)
 
-    unmatched = (pl.col("group").is_not_null() & pl.col("seq").is_null()).sum()
+    local = pl.col("kind").cast(pl.String).is_in([kind.value for kind in LOCAL_KINDS])
     return (
         nodes.group_by("kind")
         .agg(
             pl.len().alias("nodes"),
             *(total(name) for name in ("dur_ns", "wait_ns", "bytes")),
-            unmatched=unmatched,
+            unmatched=pl.col("seq").null_count(),
         )
+        .with_columns(unmatched=pl.when(local).then(0).otherwise("unmatched"))
         .sort("kind")
     )
 

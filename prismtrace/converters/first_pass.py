@@ -98,11 +98,24 @@ def require_processes(traces: Sequence[RankTrace], options: RankOptions) -> None
     Raises:
         RankError: see above.
     """
-    found = {trace.rank for trace in traces}
     for process, rank in options.rank_of_pid:
-        if rank not in found:
+        file, _, number = process.rpartition(":")
+        if not any(
+            (trace.rank, str(trace.pid)) == (rank, number)
+            and file in ("", trace.path.name, str(trace.path))
+            for trace in traces
+        ):
             raise RankError(
                 f"no file has a process {process} that ran kernels",
                 where=f"--rank-of-pid {process}={rank}",
-                hint="leave the option out to see which processes there are: each is a rank then",
+                hint=_processes_of(traces),
             )
+
+
+def _processes_of(traces: Sequence[RankTrace]) -> str:
+    listed = {trace.path: trace.pids for trace in traces if trace.pids}
+    if not listed:
+        return "it names processes of Nsight Systems exports; other files: --rank FILE=N"
+    return "processes that did: " + "; ".join(
+        f"{', '.join(map(str, pids))} in {path.name}" for path, pids in listed.items()
+    )

@@ -71,9 +71,13 @@ class RankTrace:
     rows: int
     counts: dict[str, int]
     source: str = "kineto"
+    """Whose clock the times are in, as the header's clock domains name it."""
     process: str | None = None
     """Which process of its file it is, for people, where a file holds several."""
-    """Whose clock the times are in, as the header's clock domains name it."""
+    pid: int | None = None
+    """Number of its process, in files that hold processes."""
+    pids: tuple[int, ...] = ()
+    """Those of all processes of its file that ran kernels."""
     timed: bool = True
     """The nodes have times."""
     highest_rank: int = 0

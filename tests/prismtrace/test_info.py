@@ -29,6 +29,16 @@ def test_without_times(make_trace):
     ]
 
 
+def test_communications_without_a_group_are_unmatched(make_trace):
+    lone = {"kind": "other_comm", "group": None, "seq": None}
+    info = summarize(make_trace({}, lone, {"kind": "memcpy"}))
+    assert {k.kind: k.unmatched for k in info.kinds} == {
+        "compute": 0,
+        "memcpy": 0,
+        "other_comm": 1,
+    }
+
+
 def test_files_and_own_columns(job, tmp_path):
     own = job.nodes.with_columns(x_layer=job.nodes.collect()["rank"])
     write(type(job)(job.header, own), tmp_path / "run.parquet")

@@ -525,9 +525,14 @@ def test_ranks_given_by_process(tmp_path: Path) -> None:
         ({"a.sqlite:32": 0}, "no process with number 32"),
         ({"31": 0, "33": 1}, "no file has a process 33"),
         ({"31": 2**40}, "at most"),
+        ({"31": 0, "b.sqlite:44": 1}, "no file has a process b.sqlite:44"),
+        ({"31": 0, "999": 0}, "no file has a process 999"),
     ):
         with pytest.raises(RankError, match=message):
             run(tmp_path, path, rank_of_pid=given)
+    with pytest.raises(RankError, match="no file has a process 999") as caught:
+        run(tmp_path, path, rank_of_pid={"999": 0})
+    assert caught.value.hint == "processes that did: 44, 31 in a.sqlite"
 
 
 def test_the_rank_of_a_single_process(tmp_path: Path) -> None:
@@ -594,6 +599,10 @@ def test_an_export_without_kernels(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="no kernel") as caught:
         run(tmp_path, path)
     assert "nsys profile" in str(caught.value.hint)
+    path.write_bytes(gzip.compress(path.read_bytes())[:-4])
+    with pytest.raises(InputFileError, match="no kernel") as caught:
+        run(tmp_path, path, recover=True)
+    assert "cut short" in str(caught.value.hint)
 
 
 def test_values_of_other_types(tmp_path: Path) -> None:

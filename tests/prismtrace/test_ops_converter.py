@@ -314,6 +314,22 @@ def test_several_files_are_one_job(tmp_path):
     convert(tmp_path / "whole.parquet", tmp_path / "b.out")
     parts, whole = pt.open(tmp_path / "a.out"), pt.open(tmp_path / "b.out")
     assert_frame_equal(parts.collect(), whole.collect(), categorical_as_str=True)
+    for step in (3, 13):
+        table.filter(pl.col("step") == step).write_parquet(tmp_path / f"step{step}.parquet")
+    convert([tmp_path / "step3.parquet", tmp_path / "step13.parquet"], tmp_path / "c.out")
+    assert_frame_equal(pt.open(tmp_path / "c.out").collect(), whole.collect())
+
+
+@pytest.mark.parametrize("rest", [slice(None), slice(-1, None)], ids=["whole", "last row"])
+def test_files_that_hold_a_rank_in_a_step_twice(tmp_path, rest):
+    table = logs.simulate(pp=2, dp=2, steps=2).table.sort("rank", "step")
+    paths = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    table.write_csv(paths[0])
+    table.reverse()[rest].write_csv(paths[1])
+    with pytest.raises(RankError, match="rank 0 is in two files in step 3") as caught:
+        convert(paths, tmp_path / "out.parquet")
+    assert all(str(path) in str(caught.value) for path in paths)
+    assert not (tmp_path / "out.parquet").exists()
 
 
 @pytest.mark.parametrize(

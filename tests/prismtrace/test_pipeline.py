@@ -382,6 +382,12 @@ def test_truncated_file_can_be_recovered(tmp_path: Path) -> None:
     assert report.repairs["truncated"] == 1
     assert trace.header.policies["truncated"] == 1
     assert trace.nodes.collect().height > 0
+    # What came behind the cut is no fault of the profiler's options.
+    begin = b'"traceEvents": ['
+    file.write_bytes(truncated().partition(begin)[0] + begin)
+    with pytest.raises(InputFileError) as caught:
+        run(tmp_path, file, recover=True)
+    assert "cut short" in str(caught.value.hint)
 
 
 def test_inputs_that_are_not_there(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from prismtrace.errors import InputFileError, RankError
 __all__ = ["convert_rank", "find_rank", "gpu_issued", "refuse_losses", "write_rank"]
 
 _LOST = ("truncated", "damaged-gzip", "dropped-unreadable", "dropped-no-time")
+_CUT_SHORT = "the file was cut short or damaged before them: copy it again, whole"
 
 
 def find_rank(file: KinetoFile, given: int | None) -> int:
@@ -163,15 +164,20 @@ def _why_useless(file: KinetoFile) -> tuple[str, str] | None:
     """What no option can make good, and what to do; None if the file can be used."""
     if file.has_gpu:
         return None
+    cut_short = file.counts.get("truncated") or file.counts.get("damaged-gzip")
     if file.events.filter(pl.col("name").str.starts_with("nccl:")).height:
         return (
             "the job communicates over NCCL but the file has no GPU events",
-            "profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
+            _CUT_SHORT
+            if cut_short
+            else "profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
         )
     if not file.events.filter(pl.col("cat") == "cpu_op").height:
         return (
             "the file has neither GPU events nor CPU operators",
-            "was the profiler's schedule active while the job trained?",
+            _CUT_SHORT
+            if cut_short
+            else "was the profiler's schedule active while the job trained?",
         )
     return None
 

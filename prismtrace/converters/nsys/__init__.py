@@ -62,8 +62,14 @@ def convert_processes(
             source="nsys",
         )
         trace = _convert(profile, facts, target, options, own)
-        several = len(pids) > 1
-        traces.append(replace(trace, process=_described(process, path)) if several else trace)
+        traces.append(
+            replace(
+                trace,
+                process=_described(process, path) if len(pids) > 1 else None,
+                pid=plain_pid(process.pid),
+                pids=tuple(plain_pid(pid) for pid in pids),
+            )
+        )
     return tuple(traces)
 
 

@@ -58,6 +58,7 @@ _SIZES = re.compile(r"sizes = (\[.{0,4000}?\])(?:, input_op_ids|$)", re.DOTALL)
 _OPERATOR = re.compile(r"\w+::[\w.]+")
 _BACKWARD = "autograd::engine::evaluate_function"
 _SYNC_KINDS = {1: "Event Sync", 2: "Stream Wait Event", 3: "Stream Sync", 4: "Context Sync"}
+_CUT_SHORT = "the file was cut short or damaged before them: copy it again, whole, or export again"
 _OTHER_DEVICE = 10**6  # added to the numbers of streams
 
 
@@ -108,7 +109,9 @@ def read_export(
         raise InputFileError(
             "no kernel is in the export",
             where=str(path),
-            hint="record GPU work: nsys profile --trace cuda,nvtx",
+            hint=_CUT_SHORT
+            if counts["truncated"] or counts["damaged-gzip"]
+            else "record GPU work: nsys profile --trace cuda,nvtx",
         )
     _check_times(tables, epoch_ns, path)
     payloads = Payloads(database, counts)

@@ -23,7 +23,7 @@ from prismtrace.converters.ops.grid import (
 )
 from prismtrace.converters.ops.mapping import ColumnMapping, OperationRule, Origin
 from prismtrace.converters.ops.ordering import IssueOrder, Runs
-from prismtrace.errors import InputFileError, SourceFormatError, ValidationError
+from prismtrace.errors import InputFileError, RankError, SourceFormatError, ValidationError
 
 __all__ = ["Operations", "read_operations"]
 
@@ -150,15 +150,17 @@ def read_operations(paths: Sequence[Path], mapping: ColumnMapping) -> Operations
         ValidationError: values that cannot be, such as negative durations.
         RankError: ranks and their places in the grid contradict each other.
     """
-    table = _read_table(paths, mapping)
+    table, files = _read_table(paths, mapping)
     names, codes = _operation_codes(table, mapping, paths[0])
     rules = tuple(mapping.operations[name] for name in names)
-    first = _first_of_runs(table)
+    first = _first_of_runs(table, files)
     places = table.select(name for name in _PLACE if name in table.columns)[first]
     number, rank = rank_numbers(places)
     steps, step = dense_positions(places, "step")
     grid = rank_grid(number, places, rank)
     runs = Runs(first, table.height, step, rank * np.int64(len(steps)) + step)
+    if len(paths) > 1:
+        _refuse_repeated(paths, files, runs, number, steps)
     lengths = runs.lengths(len(number) * len(steps))
     begins = np.concatenate([[0], np.cumsum(lengths)])
     columns = {
@@ -205,10 +207,13 @@ def _at_least(least: int, table: pl.DataFrame, name: str) -> IntArray:
     return values if values.min() >= least else np.maximum(values, np.array(least, values.dtype))
 
 
-def _first_of_runs(table: pl.DataFrame) -> Int64Array:
-    """The first of every run of rows that are of one rank and step: logs are written in runs."""
+def _first_of_runs(table: pl.DataFrame, files: Int64Array) -> Int64Array:
+    """The first of every run of rows that are of one rank and step: logs are written in runs.
+
+    None goes on in the next file; `files` says where each begins.
+    """
     new = np.zeros(table.height, np.bool_)
-    new[0] = True
+    new[files] = True
     for name in _PLACE:
         if name in table.columns:
             values = table[name].to_numpy()
@@ -216,11 +221,40 @@ def _first_of_runs(table: pl.DataFrame) -> Int64Array:
     return np.flatnonzero(new)
 
 
+def _refuse_repeated(
+    paths: Sequence[Path], files: Int64Array, runs: Runs, number: Int64Array, steps: Int64Array
+) -> None:
+    """Files may hold other ranks or other steps of a job, not the same ones again.
+
+    Raises:
+        RankError: a rank is in two files in the same step.
+    """
+    owner = np.full(len(number) * len(steps), -1, np.int32)
+    ends = np.searchsorted(runs.first, [*files[1:], runs.rows])
+    begin = 0
+    for file, end in enumerate(ends):
+        own = runs.segment[begin:end]
+        again = own[owner[own] >= 0]
+        if len(again):
+            rank, step = divmod(int(again.min()), len(steps))
+            raise RankError(
+                f"rank {number[rank]} is in two files in step {steps[step]}",
+                where=f"{paths[owner[again.min()]]} and {paths[file]}",
+                hint="give the log of one run, once; its files may be several, with other ranks "
+                "or other steps in each",
+            )
+        owner[own] = file
+        begin = end
+
+
 # --- columns ----------------------------------------------------------------------------------
 
 
-def _read_table(paths: Sequence[Path], mapping: ColumnMapping) -> pl.DataFrame:
-    """The mapped columns under our names, times in ns, absent numbers as -1."""
+def _read_table(paths: Sequence[Path], mapping: ColumnMapping) -> tuple[pl.DataFrame, Int64Array]:
+    """The mapped columns under our names, times in ns, absent numbers as -1.
+
+    Beside them, int64[files], the first row of each file.
+    """
     frames = []
     for path in paths:
         try:
@@ -236,7 +270,8 @@ def _read_table(paths: Sequence[Path], mapping: ColumnMapping) -> pl.DataFrame:
         if not frames[-1].height:
             raise InputFileError("the log has no rows", where=str(path))
         _check_values(frames[-1], path)
-    return frames[0] if len(frames) == 1 else pl.concat(frames, how="vertical_relaxed")
+    table = frames[0] if len(frames) == 1 else pl.concat(frames, how="vertical_relaxed")
+    return table, np.cumsum([0, *(frame.height for frame in frames[:-1])], dtype=np.int64)
 
 
 def _scan(path: Path) -> pl.LazyFrame:
