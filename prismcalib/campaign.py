@@ -122,7 +122,8 @@ def _group(parts: list[tuple[Path, TraceHeader]], files: Sequence[Path]) -> tupl
         raise MergeInputError(
             "no slice was given, only the bare graph",
             where=", ".join(str(path) for path in files),
-            hint="name the slices too: what `prismreplay slice` wrote for this graph",
+            hint="name the slices too: what `prismreplay slice` wrote for this graph; dumps of a "
+            "flight recorder become a recorded trace only with profiles beside them",
         )
     owner: dict[int, Path] = {}
     slices = []

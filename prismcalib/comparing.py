@@ -17,6 +17,7 @@ import numpy as np
 import polars as pl
 
 from prismcalib.block_graph import step_model
+from prismcalib.blocks import is_large
 from prismcalib.errors import ComparisonError
 from prismcalib.extent import extent_of
 from prismcalib.graph import Graph, Int32Array, Int64Array
@@ -58,7 +59,8 @@ class Comparison:
             steps), effect_ns (of the class on the step; null for small classes).  Largest
             effect first.
         ranks: the same with ranks as classes, which shows single slow devices that averages
-            hide; None if the runs have other ranks.
+            hide; None if the runs have other ranks.  In effects of ranks every sort of operation
+            of a rank changes as that sort did: a slow device does not slow its transfers.
     """
 
     step_a_ns: int
@@ -110,7 +112,9 @@ def compare(
         )
     traces = [calibrated_trace(a), calibrated_trace(b)]
     tables = [OperationTable(trace) for trace in traces]
-    sums = [_sums(table, {tuple(by), ("rank",)}) for table in tables]
+    large = any(map(is_large, traces))
+    sorts, rank_sorts = (_sorts(keys, large=large) for keys in (by, ["rank"]))
+    sums = [_sums(table, {tuple(by), ("rank",), sorts, rank_sorts}) for table in tables]
     classes = _classes(sums, list(by))
     if not classes["ratio"].is_not_null().any():
         raise ComparisonError(
@@ -123,15 +127,26 @@ def compare(
     gaps = [side.gap_ns / side.rank_steps for side in sums]
     ranks = None
     if np.array_equal(tables[0].layout.ranks, tables[1].layout.ranks):
-        ranks = _with_effects(_classes(sums, ["rank"]), tables[0], model, ["rank"], effects)
+        scaled = _scaled(_classes(sums, ["rank"]), ["rank"], sums, rank_sorts, tables[0], model)
+        ranks = _with_effects(_classes(sums, ["rank"]), model, scaled, effects)
+    scaled = _scaled(classes, list(by), sums, sorts, tables[0], model)
     return Comparison(
         step_a_ns=_step_ns(tables[0]),
         step_b_ns=_step_ns(tables[1]),
-        own_effect_ns=model.effect_of_classes(_scaled(classes, tables[0], model, list(by))[0]),
+        own_effect_ns=model.effect_of_classes(scaled[0]),
         gap_effect_ns=model.effect_of_gaps(gaps[1] / gaps[0] if gaps[0] else 1.0),
-        classes=_with_effects(classes, tables[0], model, list(by), effects),
+        classes=_with_effects(classes, model, scaled, effects),
         ranks=ranks,
     )
+
+
+def _sorts(by: Sequence[str], *, large: bool) -> tuple[str, ...]:
+    """By what times are scaled: ranks do several things, and not all of them change alike."""
+    if "rank" not in by:
+        return tuple(by)
+    # Names of many ranks' operations are too many where a run is large.
+    names = [name for name in CLASS_COLUMNS if not (large and name == "name")]
+    return (*by, *(name for name in names if name not in by))
 
 
 def _step_ns(table: OperationTable) -> int:
@@ -235,16 +250,28 @@ def _one_side(run: _Sums, by: list[str], side: str) -> pl.DataFrame:
 
 
 def _scaled(
-    classes: pl.DataFrame, table: OperationTable, model: _Model, by: list[str]
+    classes: pl.DataFrame,
+    by: list[str],
+    sums: list[_Sums],
+    sorts: tuple[str, ...],
+    table: OperationTable,
+    model: _Model,
 ) -> tuple[Int64Array, Int32Array]:
-    """Durations of the first run at the level of the second, and the number of every row's class."""
-    levels = classes.select(*by, "ratio", number=pl.int_range(pl.len(), dtype=pl.Int32))
+    """Durations of the first run at the level of the second, and the number of every row's class.
+
+    Levels are those of each of the sorts, which are the classes or parts of them.
+    """
+    numbers = classes.select(*by, number=pl.int_range(pl.len(), dtype=pl.Int32))
+    parts = classes if sorts == tuple(by) else _classes(sums, list(sorts))
+    levels = parts.select(*sorts, "ratio").join(
+        numbers, on=by, how="left", nulls_equal=True, maintain_order="left"
+    )
     scaled = np.empty(model.graph.rows, np.int64)
     number = np.empty(model.graph.rows, np.int32)
     first = 0
     for some in table:
-        own = some.select(by).join(
-            levels, on=by, how="left", nulls_equal=True, maintain_order="left"
+        own = some.select(sorts).join(
+            levels, on=list(sorts), how="left", nulls_equal=True, maintain_order="left"
         )
         part = slice(first, first + own.height)
         ratio = own["ratio"].fill_null(1.0).to_numpy()
@@ -255,11 +282,10 @@ def _scaled(
 
 
 def _with_effects(
-    classes: pl.DataFrame, table: OperationTable, model: _Model, by: list[str], effects: int
+    classes: pl.DataFrame, model: _Model, scaled: tuple[Int64Array, Int32Array], effects: int
 ) -> pl.DataFrame:
     """The classes with their effect on the step, largest first."""
-    scaled, number = _scaled(classes, table, model, by)
-    found = model.effects(scaled, number, min(effects, classes.height))
+    found = model.effects(*scaled, min(effects, classes.height))
     column = pl.Series(found + [None] * (classes.height - len(found)), dtype=pl.Int64)
     return classes.with_columns(
         effect_ns=pl.when(pl.col("ratio").is_not_null()).then(column).otherwise(None)

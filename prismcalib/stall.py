@@ -62,6 +62,8 @@ def cycle_error(graph: Graph, finished: Int32Array) -> CycleError:
     if len(shown) > _SHOWN:
         text += " -> ..."
     synced = any(communicates(row) for row in cycle)
+    # Labels, where there are any, tell the kind.
+    sends = any(" send " in f" {graph.label(row)} " for row in cycle)
     return CycleError(
         f"{len(cycle)} operations wait for each other in a circle, each for the one before it "
         f"and the first for the last: {text}",
@@ -69,6 +71,11 @@ def cycle_error(graph: Graph, finished: Int32Array) -> CycleError:
         hint=(
             "ranks issue these communications in different orders, or an exchange that was "
             "coalesced in reality (batch_isend_irecv) was recorded as separate operations"
+            + (
+                "; if sends do not wait for their receiver there, merge with --eager-below BYTES"
+                if sends
+                else ""
+            )
             if synced
             else "an operation depends on itself: the deps of these rows are wrong"
         ),

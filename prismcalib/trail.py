@@ -42,7 +42,8 @@ def marked_path(layout: Layout, extent: Extent) -> CriticalPath:
         raise MergeInputError(
             "no row of the trace is marked as critical",
             where=", ".join(str(path) for path in trace.paths[:3]) or "trace",
-            hint="run `prismcalib merge` again: it marks the critical path",
+            hint="a piece that was cut out keeps the marks of the whole: ask about the whole trace, "
+            "or run `prismcalib merge` on the piece, which marks its own path",
         )
     end = pl.col("start_ns") + pl.col("dur_ns")
     critical = layout.rows_at(numbers)

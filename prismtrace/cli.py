@@ -24,7 +24,7 @@ from prismtrace.arguments import (
     wrong_usage,
 )
 from prismtrace.commands_hang import hang
-from prismtrace.commands_tables import concat, diff, query, slice_out
+from prismtrace.commands_tables import QueryCommand, concat, diff, query, slice_out
 
 if TYPE_CHECKING:
     from prismtrace.trace import Trace
@@ -414,7 +414,7 @@ def export(
 
 app.command()(hang)
 app.command()(diff)
-app.command()(query)
+app.command(cls=QueryCommand)(query)
 app.command("slice-out")(slice_out)
 app.command()(concat)
 

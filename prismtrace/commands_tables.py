@@ -7,19 +7,20 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from prismtrace import console
 from prismtrace.arguments import JsonFlag, TraceArgument, chosen_numbers, wrong_usage
+from prismtrace.help_text import Command
 
 if TYPE_CHECKING:
     import polars as pl
 
     from prismtrace.differences import ClassDifference, Difference
 
-__all__ = ["concat", "diff", "query", "slice_out"]
+__all__ = ["QueryCommand", "concat", "diff", "query", "slice_out"]
 
 _MOST_ROWS = 100
 
@@ -93,6 +94,7 @@ def _print_difference(found: Difference, limit: int) -> None:
             print(f"  {name}: {console.printable(text or 'no such node')}")
     if len(found.ranks) > limit:
         print(f"... and {len(found.ranks) - limit} more (--json lists all)")
+    timed = any(one.change_ns is not None for one in found.kinds)
     for title, classes in (
         ("kind", found.kinds),
         ("phase", found.phases),
@@ -100,6 +102,9 @@ def _print_difference(found: Difference, limit: int) -> None:
         ("rank", found.by_rank),
     ):
         _print_classes(title, classes, limit)
+    if timed and limit:
+        print("\ntimes of communications hold the waiting for others, which hides who is slow:")
+        print("`prismcalib compare` of the merged traces tells what made a step slower")
 
 
 def _print_classes(title: str, classes: Sequence[ClassDifference], limit: int) -> None:
@@ -126,6 +131,23 @@ def _ms(time_ns: int | None) -> float | None:
 
 
 # --- query ----------------------------------------------------------------------------
+
+_QUESTION = re.compile(r"\s*(?:select|with)\s", re.IGNORECASE)
+
+
+class QueryCommand(Command):
+    """The command whose last argument is SQL: says so when one of the two is missing."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as every command."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            # A lone argument is taken for the SQL.
+            if error.param is not None and error.param.name == "trace":
+                told = "two things are needed: a trace, and then SQL in quotes"
+                raise typer.BadParameter(told, ctx=ctx, param_hint="TRACE... SQL") from error
+            raise
 
 
 def query(
@@ -163,6 +185,8 @@ def query(
     from prismtrace.trace import open_trace
 
     form = _form(to, output)
+    if any(_QUESTION.match(path) for path in trace) and not _QUESTION.match(sql):
+        raise typer.BadParameter("the trace comes first, then the SQL", param_hint="TRACE... SQL")
     opened = open_trace(trace)
     with wrong_usage("SQL"):
         answer = querying.query(opened, sql)

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo
 
-__all__ = ["App", "Command", "CommandList"]
+__all__ = ["COMMANDS_OF", "App", "Command", "CommandList"]
 
 
 class Command(TyperCommand):
@@ -50,8 +50,25 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
 
+# The other packages may be absent, and loading them takes time: only their names are known.
+COMMANDS_OF = {
+    "prismtrace": "convert info validate schema export hang diff query slice-out concat",
+    "prismcalib": "critical-path predict check merge comm-table coarsen what-if compare health "
+    "stragglers report",
+    "prismreplay": "collect record emulate slice plan run comm-bench doctor",
+}
+"""Which program has which commands."""
+
+
 class CommandList(TyperGroup):
     """A list of commands whose summaries are wrapped, not cut."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a command; say whose it is if another program has it."""
+        for program, names in COMMANDS_OF.items():
+            if args and args[0] in names.split() and self.get_command(ctx, args[0]) is None:
+                ctx.fail(f"No such command {args[0]!r}: it is {program} {args[0]}.")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the name of every command and the first paragraph of its help."""

@@ -24,6 +24,8 @@ from prismtrace.trace import PathLike, Trace
 __all__ = ["AnswerFormat", "answering", "query", "write_answer", "write_json"]
 
 _TABLES = "the tables are nodes, groups and header"
+_ONLY_SELECT = "the SQL is no SELECT: a trace can be asked, not changed"
+_CHANGES = re.compile(r"(?:\s|--[^\n]*\n)*(?:delete|truncate)\b", re.IGNORECASE)
 _PLAN = re.compile(r"\n\n(?:Resolved plan until failure|This error occurred).*", re.DOTALL)
 
 
@@ -49,6 +51,8 @@ def query(trace: Trace, sql: str) -> pl.LazyFrame:
         "groups": trace.groups.df.lazy(),
         "header": _header_table(trace).lazy(),
     }
+    if _CHANGES.match(sql):
+        raise QueryError(_ONLY_SELECT, hint="write SELECT ... FROM nodes")
     context = pl.SQLContext(tables, eager=False)
     with answering():
         answer = context.execute(sql)
@@ -114,6 +118,8 @@ def _explained(told: str) -> tuple[str, str]:
         return f"there is no table {found[1]!r}", _TABLES
     if "one (and only one) statement" in told:
         return "the SQL has no statement, or several", "write one SELECT"
+    if "statement type is not supported" in told:
+        return _ONLY_SELECT, "write SELECT ... FROM nodes"
     if "sql parser error" in told:
         place = told.partition("sql parser error: ")[2]
         hint = 'words of SQL such as group are written as "group" where they name a column'

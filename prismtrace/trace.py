@@ -37,6 +37,7 @@ from prismtrace.schema import (
     ColumnType,
     EdgeKind,
     TraceHeader,
+    TraceKind,
     column_types,
     nullable_columns,
 )
@@ -252,7 +253,7 @@ def open_trace(source: PathLike | Sequence[PathLike], *, exact: bool = True) -> 
             raise ValidationError(
                 f"files of one trace carry different headers: {_difference(headers[0], header)}",
                 where=f"{paths[0]} and {path}",
-                hint="open them one by one, or combine slices with `prismcalib merge`",
+                hint=_how_to_combine(headers[0], header),
             )
     files = [_scan(path, exact=exact) for path in paths]
     if len(files) == 1:
@@ -261,6 +262,16 @@ def open_trace(source: PathLike | Sequence[PathLike], *, exact: bool = True) -> 
     how: Literal["diagonal", "diagonal_relaxed"] = "diagonal" if exact else "diagonal_relaxed"
     nodes = pl.concat([nodes for nodes, _ in files], how=how)
     return Trace(header=headers[0], nodes=nodes, paths=tuple(paths))
+
+
+def _how_to_combine(one: TraceHeader, other: TraceHeader) -> str:
+    """What to do with files of different headers, instead of opening them as one trace."""
+    if TraceKind.SLICE in (one.kind, other.kind):
+        return "open them one by one, or combine slices of one job with `prismcalib merge`"
+    return (
+        "take them one by one; pieces of one run are joined by `prismtrace concat`, different runs "
+        "are compared by `prismtrace diff` and `prismcalib compare`"
+    )
 
 
 def _difference(one: TraceHeader, other: TraceHeader) -> str:

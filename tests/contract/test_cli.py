@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 import typer.main
+from typer.testing import CliRunner
+
+from prismtrace import help_text
 
 INTRODUCTION = """\
 Generated from the commands themselves by `make docs`. Every command also explains itself with
@@ -36,6 +39,15 @@ def _all_commands() -> list[tuple[str, Any]]:
         app = importlib.import_module(f"{name}.cli").app
         found.extend(_walk(name, typer.main.get_command(app)))
     return found
+
+
+def test_commands_of_other_programs_are_known_by_name() -> None:
+    for name in COMMANDS:
+        app = importlib.import_module(f"{name}.cli").app
+        known = set(help_text.COMMANDS_OF[name].split())
+        assert known == set(typer.main.get_command(app).commands), name
+    done = CliRunner().invoke(importlib.import_module("prismtrace.cli").app, ["merge", "a"])
+    assert (done.exit_code, "it is prismcalib merge" in done.stderr) == (2, True)
 
 
 def _spelling(parameter: Any) -> str:

@@ -49,6 +49,14 @@ def test_a_slow_rank_shows_by_rank_not_by_class():
     assert by_rank.classes["rank"][0] == 3
 
 
+def test_what_a_slow_rank_does_not_do_longer_is_not_slowed():
+    # The slow device moves from rank 1 to rank 0: alone, rank 0 would be waited for as long.
+    a, b = (run(pp=1, dp=2, **EXACT, stragglers={rank: 1.5}) for rank in (1, 0))
+    effects = dict(compare(a, b).ranks.select("rank", "effect_ns").iter_rows())
+    assert effects[1] < 0
+    assert abs(effects[0]) < 0.001 * -effects[1]
+
+
 def test_gaps():
     found = compare(run(launch_gap_ns=5_000), run(launch_gap_ns=20_000))
     assert found.gap_effect_ns > 0.5 * found.change_ns > 0

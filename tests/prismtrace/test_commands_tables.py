@@ -99,6 +99,18 @@ def test_query_used_wrongly(path: Path, words: list[str], message: str) -> None:
     assert message in " ".join(done.stderr.split())
 
 
+def test_query_needs_a_trace_and_then_a_question(path: Path) -> None:
+    for words in ((), (path,), ("SELECT 1",)):
+        done = call("query", *words)
+        assert (done.exit_code, "a trace, and then SQL" in done.stderr) == (2, True)
+    done = call("query", "SELECT rank FROM nodes", path)
+    assert (done.exit_code, "the trace comes first" in done.stderr) == (2, True)
+
+
+def test_diff_of_times_names_the_command_that_explains_them(path: Path) -> None:
+    assert call("diff", path, path).stdout.splitlines()[-1].startswith("`prismcalib compare`")
+
+
 def test_slice_out_and_concat(path: Path, tmp_path: Path) -> None:
     pieces = [tmp_path / f"{rank}.parquet" for rank in (0, 1)]
     for rank, piece in enumerate(pieces):

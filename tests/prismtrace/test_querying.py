@@ -50,6 +50,8 @@ def test_enums_are_text(job: Trace) -> None:
         ("SELECT kid FROM nodes", "there is no column 'kid'", "id, rank, index, kind"),
         ("SELECT foo(kind) FROM nodes", "unsupported function 'foo'", "tables"),
         ("SELECT kind + 1 FROM nodes", "arithmetic on dtypes str", "CAST"),
+        ("UPDATE nodes SET rank = 1", "the SQL is no SELECT", "SELECT"),
+        ("-- all\n delete FROM nodes", "the SQL is no SELECT", "SELECT"),
         ("DROP TABLE nodes", "does not ask for anything", "SELECT"),
         ("CREATE TABLE x AS SELECT * FROM nodes", "does not ask for anything", "SELECT"),
     ],
