@@ -13,15 +13,24 @@ from numpy.typing import NDArray
 
 from prismcalib.blocks import Layout, is_large
 from prismcalib.build import graph_from_trace, require_own_columns, require_rows_of_ranks
-from prismcalib.errors import MergeInputError
+from prismcalib.errors import CoverageError, MergeInputError
 from prismcalib.extent import extent_of
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.propagation import Timing, critical_arrays
+from prismcalib.rows import ranks_text
+from prismcalib.stall import missing_member_error
 from prismcalib.waiting import waiting_rows
 from prismtrace.schema import LOCAL_KINDS, TraceHeader, TraceKind
 from prismtrace.trace import Trace, open_trace
 
-__all__ = ["CriticalPath", "calibrated_trace", "critical_path", "cut_path", "stored_path"]
+__all__ = [
+    "CriticalPath",
+    "calibrated_trace",
+    "critical_path",
+    "cut_path",
+    "require_partners",
+    "stored_path",
+]
 
 ShareColumn = Literal["kind", "rank", "group", "phase", "step"]
 
@@ -100,11 +109,15 @@ def critical_path(
 
     Raises:
         MergeInputError: the trace is not calibrated.
+        CoverageError, MissingMemberError: it lacks ranks that others communicate with.
     """
     trace = calibrated_trace(source)
     if is_large(trace):
         return _marked_path(trace)
     graph, rows = graph_from_trace(trace)
+    missing = missing_member_error(graph)
+    if missing is not None:
+        raise missing
     return stored_path(graph, rows, trace.header)
 
 
@@ -115,7 +128,29 @@ def _marked_path(trace: Trace) -> CriticalPath:
     layout = Layout.of(trace)
     extent = extent_of(trace, layout)
     require_rows_of_ranks(set(extent.ranks.tolist()), trace)
+    require_partners(trace)
     return marked_path(layout, extent)
+
+
+def require_partners(trace: Trace) -> None:
+    """Refuse a trace too large for its graph of which ranks were cut out, but not their partners.
+
+    Raises:
+        CoverageError: a group has ranks that are there and ranks that are not.
+    """
+    header = trace.header
+    present = {*header.ranks, *(header.symmetry or ())}
+    if len(present) == header.world_size:
+        return
+    for group in header.groups:
+        absent = set(group.ranks) - present
+        if absent and len(absent) < len(group.ranks):
+            raise CoverageError(
+                f"ranks {ranks_text(absent)} of group {group.name} are not in the trace, and "
+                "its other ranks wait for them",
+                where=", ".join(str(path) for path in trace.paths[:3]) or "trace",
+                hint="ask about the whole trace: what the others wait for is in all ranks",
+            )
 
 
 def calibrated_trace(

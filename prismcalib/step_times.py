@@ -2,12 +2,13 @@
 
 A step lasts from the end of the step before to its own last end, over all ranks
 (`step_durations`), and *the* step time is the median of the steps after the warm-up
-(`warmup_of`, `typical_ns`).
+(`warmup_of`, `typical_ns`). Where a step was cut out of the trace, the next one lasts from its own
+first start (`cut_before`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +16,13 @@ import polars as pl
 
 from prismcalib.blocks import Layout
 from prismcalib.graph import Int32Array, Int64Array
+from prismtrace.headers import CUT_BEFORE
 from prismtrace.schema import TraceHeader
 
 __all__ = [
     "StepTimes",
     "counted_steps",
+    "cut_before",
     "laid_out",
     "step_durations",
     "step_table",
@@ -45,8 +48,18 @@ def laid_out(header: TraceHeader) -> bool:
     return bool(header.extra.get("sampled_steps"))
 
 
+def cut_before(header: TraceHeader, steps: Sequence[int]) -> tuple[int, ...]:
+    """Positions of the steps, ascending, that do not follow the one before them in the trace."""
+    cut = header.extra.get(CUT_BEFORE, {})
+    return tuple(position for position, step in enumerate(steps) if str(step) in cut)
+
+
 def step_durations(
-    begin_ns: int, ends_ns: Int64Array, firsts_ns: Int64Array | None = None
+    begin_ns: int,
+    ends_ns: Int64Array,
+    firsts_ns: Int64Array | None = None,
+    *,
+    cut: Mapping[int, int] | None = None,
 ) -> Int64Array:
     """int64[..., S]: from the end of the steps before, or `begin_ns`, to the own last end.
 
@@ -57,7 +70,20 @@ def step_durations(
         ends_ns: int64[..., S], last ends.
         firsts_ns: int64[S], first starts of steps that are `laid_out`: repairs may move the end
             of one behind the start of the next, which waits for nothing in it.
+        cut: positions of steps that follow none in the trace, and when those begin.
     """
+    if cut:
+        places = sorted({0, *cut})
+        runs = zip(places, [*places[1:], ends_ns.shape[-1]], strict=True)
+        parts = [
+            step_durations(
+                cut.get(first, begin_ns),
+                ends_ns[..., first:behind],
+                None if firsts_ns is None else firsts_ns[first:behind],
+            )
+            for first, behind in runs
+        ]
+        return np.concatenate(parts, axis=-1)
     reached = np.maximum.accumulate(ends_ns, axis=-1)
     if firsts_ns is None:
         return np.diff(reached, axis=-1, prepend=begin_ns)
@@ -80,10 +106,13 @@ def step_table(
     if not bounds.height:
         steps, ends = pl.Series([None], dtype=pl.Int32), np.array([last_end_ns], np.int64)
         durations = step_durations(first_start_ns, ends)
-    elif laid_out(header):
-        durations = step_durations(0, ends, bounds["start_ns"].to_numpy())
     else:
-        durations = step_durations(first_start_ns, ends)
+        firsts = bounds["start_ns"].to_numpy()
+        cut = {place: int(firsts[place]) for place in cut_before(header, steps.to_list())}
+        laid = laid_out(header)
+        durations = step_durations(
+            0 if laid else first_start_ns, ends, firsts if laid else None, cut=cut
+        )
     return pl.DataFrame({"step": steps, "duration_ns": durations})
 
 

@@ -10,14 +10,22 @@ How long they take is said once, in `prismcalib.step_times`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import polars as pl
 
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.propagation import BatchTiming
-from prismcalib.step_times import counted_steps, laid_out, typical_ns, warmup_of
+from prismcalib.step_times import (
+    counted_steps,
+    cut_before,
+    laid_out,
+    step_durations,
+    typical_ns,
+    warmup_of,
+)
 from prismtrace.schema import TraceHeader
 
 __all__ = ["StepModel", "step_numbers"]
@@ -32,12 +40,15 @@ class StepModel:
         number: int32[n], step of every row counted from 0; -1: in no step.
         apart: whether nothing leads from one step to another.
         warmup: how many first steps do not count.
+        cut: positions of steps that follow none in the trace, and when those begin; of steps
+            that are not apart.
     """
 
     graph: Graph
     number: Int32Array
     apart: bool
     warmup: int = 0
+    cut: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: Graph, rows: pl.DataFrame, header: TraceHeader) -> StepModel:
@@ -45,8 +56,10 @@ class StepModel:
         warmup = warmup_of(header)
         number = step_numbers(rows["step"])
         release = graph.release_ns
+        cut = cut_before(header, rows["step"].drop_nulls().unique().sort().to_list())
         if release is None or not _apart(graph, number):
-            return cls(graph, number, apart=False, warmup=warmup)
+            begins = {} if release is None else _first_releases(graph, release, number, cut)
+            return cls(graph, number, apart=False, warmup=warmup, cut=begins)
         free = np.diff(graph.dep_offsets) == 0
         begin = np.full(int(number.max()) + 1, np.iinfo(np.int64).max)
         np.minimum.at(begin, number[free], release[free])
@@ -54,7 +67,10 @@ class StepModel:
             # A step begins where it was laid, which may be before its first operation.
             ends = np.zeros(len(begin), np.int64)
             np.maximum.at(ends, number, (rows["start_ns"] + rows["dur_ns"]).to_numpy())
-            begin = np.minimum(begin, np.append([0], np.maximum.accumulate(ends)[:-1]))
+            laid = np.minimum(begin, np.append([0], np.maximum.accumulate(ends)[:-1]))
+            # Where the step before was cut out, nobody knows where it was laid.
+            laid[list(cut)] = begin[list(cut)]
+            begin = laid
         # Rows that depend on something are released early enough anyway.
         shifted = np.where(free, release - begin[number], 0)
         return cls(replace(graph, release_ns=shifted), number, apart=True, warmup=warmup)
@@ -65,7 +81,7 @@ class StepModel:
             return batch.step_end_ns
         if batch.step_end_ns is None or not batch.step_end_ns.shape[1]:
             return batch.makespan_ns[:, None]
-        return batch.step_ns
+        return step_durations(batch.begin_ns, batch.step_end_ns, cut=self.cut)
 
     def typical_ns(self, times_ns: Int64Array) -> int:
         """The step time, of int64[S] from `durations`."""
@@ -86,6 +102,15 @@ def step_numbers(step: pl.Series) -> Int32Array:
     if step.null_count():
         number[step.is_null().to_numpy()] = -1
     return number
+
+
+def _first_releases(
+    graph: Graph, release: Int64Array, number: Int32Array, steps: Sequence[int]
+) -> dict[int, int]:
+    """When some steps begin; those that something leads to are left out."""
+    free = np.diff(graph.dep_offsets) == 0
+    starts = {step: release[free & (number == step)] for step in steps}
+    return {step: int(some.min()) for step, some in starts.items() if len(some)}
 
 
 def _apart(graph: Graph, number: Int32Array) -> bool:

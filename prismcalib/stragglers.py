@@ -34,7 +34,13 @@ from prismcalib.peers import Peers, is_operation_level, kind_labels, peer_durati
 from prismcalib.places import Places
 from prismcalib.propagation import Engine, pick_engine, propagate, propagate_batch
 from prismcalib.stages import job_places
-from prismcalib.step_times import counted_steps, step_table, warmup_of
+from prismcalib.step_times import (
+    counted_steps,
+    cut_before,
+    step_durations,
+    step_table,
+    warmup_of,
+)
 from prismcalib.steps import step_numbers
 from prismcalib.wording import RankNames
 from prismtrace.schema import TraceHeader, TraceKind
@@ -265,6 +271,7 @@ class Timeline:
         steps: their numbers.
         warmup: how many first steps do not count.
         separate: nothing leads from one step to another, so all of them start at time 0.
+        cut: positions of the steps that start at time 0 in any case.
     """
 
     graph: Graph
@@ -273,6 +280,7 @@ class Timeline:
     steps: tuple[int | None, ...]
     warmup: int
     separate: bool
+    cut: tuple[int, ...]
     engine: Engine
 
     @classmethod
@@ -294,6 +302,7 @@ class Timeline:
             steps=steps,
             warmup=min(warmup_of(header), len(steps) - 1),
             separate=_separate(graph, step),
+            cut=cut_before(header, [number for number in steps if number is not None]),
             engine=chosen,
         )
 
@@ -304,6 +313,10 @@ class Timeline:
         )
         if self.separate and timing.step_end_ns is not None:
             return counted_steps(timing.step_end_ns - timing.begin_ns, self.warmup)
+        if self.cut and timing.step_end_ns is not None:
+            begins = dict.fromkeys(self.cut, timing.begin_ns)
+            times = step_durations(timing.begin_ns, timing.step_end_ns, cut=begins)
+            return counted_steps(times, self.warmup)
         return counted_steps(timing.step_ns, self.warmup)
 
     def mean_step_ns(

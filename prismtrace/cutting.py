@@ -11,7 +11,7 @@ import polars as pl
 from prismtrace.blocks import INSTANCE_KEY, instance_blocks, rank_blocks
 from prismtrace.converters.parts import disk_errors, workspace
 from prismtrace.errors import StepError, TraceError
-from prismtrace.headers import require_ranks
+from prismtrace.headers import CUT_BEFORE, require_ranks
 from prismtrace.output import refuse_inputs
 from prismtrace.ranks import format_ranks
 from prismtrace.reading import reading
@@ -36,8 +36,9 @@ class SliceOutReport:
     """What was cut out of a trace.
 
     `cut_dependencies` counts edges from nodes that were left out to nodes that were kept;
-    `cut_partners` communications that lost a member: they are kept without `seq` and wait for
-    nobody.
+    `cut_partners` communications that lost a member to the steps or the window: they are kept
+    without `seq` and wait for nobody. Those that lost ranks keep it, so that blocks of ranks can
+    be joined again; what a merge or a prediction needs of them is in the other blocks.
     """
 
     output: Path
@@ -111,7 +112,9 @@ def slice_out(
                 where=where,
                 hint="`prismtrace info` says which ranks, steps and times there are",
             )
+        begun = window_ns is not None and window_ns[0] > 0
         made = _header(header, here, found, cut)
+        made = _with_cut_steps(made, header, begun=begun)
         with disk_errors(target):
             write_nodes(made, pl.concat([pl.scan_parquet(p, glob=False) for p in paths]), target)
         before = int(trace.nodes.select(pl.len()).collect().item())
@@ -341,6 +344,24 @@ def _gaps(kept: pl.LazyFrame) -> pl.DataFrame | None:
     if not (gaps["_gap"] > 0).any():
         return None
     return gaps.select(*_COUNTER, "step", "_gap")
+
+
+def _with_cut_steps(made: TraceHeader, header: TraceHeader, *, begun: bool) -> TraceHeader:
+    """`made` with the steps noted that no longer follow the one before them.
+
+    `begun`: what lies before a window was cut, the beginning of its first step perhaps.
+    """
+    ahead = dict(zip(header.steps[1:], header.steps, strict=False))
+    known = header.extra.get(CUT_BEFORE, {})
+    kept = set(made.steps)
+    cut = {str(step): known[str(step)] for step in made.steps if str(step) in known}
+    for step in made.steps:
+        if step in ahead and ahead[step] not in kept:
+            cut.setdefault(str(step), ahead[step])
+    if begun and made.steps:
+        cut.setdefault(str(made.steps[0]), None)
+    extra = {name: value for name, value in header.extra.items() if name != CUT_BEFORE}
+    return made.model_copy(update={"extra": {**extra, CUT_BEFORE: cut} if cut else extra})
 
 
 def _header(header: TraceHeader, here: set[int], steps: set[int], cut: _Cut) -> TraceHeader:

@@ -23,6 +23,7 @@ from prismtrace.ranks import format_ranks
 from prismtrace.schema import FORMAT_VERSION, TraceHeader
 
 __all__ = [
+    "CUT_BEFORE",
     "METADATA_KEY",
     "PathLike",
     "read_header",
@@ -30,6 +31,9 @@ __all__ = [
     "require_ranks",
     "trace_files",
 ]
+
+CUT_BEFORE = "cut_before"
+"""In `TraceHeader.extra`: steps whose predecessor was cut out, and its number."""
 
 METADATA_KEY = "prismtrace"
 """Key of the header in the Parquet file metadata."""

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
 from prismtrace.blocks import INSTANCE_KEY, instance_blocks
 from prismtrace.errors import JoinError
+from prismtrace.headers import CUT_BEFORE
 from prismtrace.output import refuse_inputs
 from prismtrace.ranks import format_ranks
 from prismtrace.reading import reading
@@ -55,7 +57,8 @@ def concat(traces: Sequence[Trace | PathLike], output: PathLike) -> ConcatReport
 
     Pieces with the same steps are blocks of ranks. Stretches of steps follow one another on all
     ranks: nodes and instances of the later ones are numbered on, and the first node of each
-    stream waits for the last one before.
+    stream waits for the last one before, unless steps are missing between them or all were
+    sampled.
 
     Args:
         traces: the pieces, in any order; a folder or pattern stands for those in it.
@@ -280,15 +283,35 @@ def _header(headers: Sequence[TraceHeader], names: _Names) -> TraceHeader:
             "symmetry": symmetry or None,
             "sources": tuple(dict.fromkeys(text for h in headers for text in h.sources)),
             "policies": policies,
+            "extra": _extra(headers),
         }
     )
+
+
+def _extra(headers: Sequence[TraceHeader]) -> dict[str, Any]:
+    """That of the first, and which steps do not follow the one before them."""
+    cut = {step: ahead for h in headers for step, ahead in h.extra.get(CUT_BEFORE, {}).items()}
+    for before, after in pairwise(headers):
+        if not before.steps or not after.steps or before.steps == after.steps:
+            continue
+        last, first = before.steps[-1], after.steps[0]
+        if cut.get(str(first), first - 1) == last:
+            cut.pop(str(first), None)
+        else:
+            cut.setdefault(str(first), first - 1)
+    extra = {name: value for name, value in headers[0].extra.items() if name != CUT_BEFORE}
+    return {**extra, CUT_BEFORE: cut} if cut else extra
 
 
 # --- stretches of steps -------------------------------------------------------------------
 
 
 def _followed(before: Trace, after: Trace) -> tuple[Trace, int]:
-    """Both stretches as one trace, and how many edges lead from one to the other."""
+    """Both stretches as one trace, and how many edges lead from one to the other.
+
+    None does where steps are missing between them: how long those took is in no step; nor between
+    sampled steps, which were laid out one behind the other.
+    """
     names = _Names()
     names.take(before.header)
     groups, streams = names.take(after.header)
@@ -307,10 +330,13 @@ def _followed(before: Trace, after: Trace) -> tuple[Trace, int]:
     shift = dict(counts.iter_rows())
     later = _numbered_on(later, before.nodes)
     later = _placed_on(later, shift)
-    links = _links(last, first, shift)
-    later = _linked(later, links)
     header = _header([before.header, after.header], names)
-    return Trace(header, _in_order([before.nodes, later])), links.height
+    linked = 0
+    follows = str(after.header.steps[0]) not in header.extra.get(CUT_BEFORE, {})
+    if follows and not header.extra.get("sampled_steps"):
+        links = _links(last, first, shift)
+        later, linked = _linked(later, links), links.height
+    return Trace(header, _in_order([before.nodes, later])), linked
 
 
 def _by_stream(nodes: pl.LazyFrame, *, last: bool) -> pl.DataFrame:

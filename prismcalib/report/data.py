@@ -13,7 +13,7 @@ from prismcalib.blocks import Layout
 from prismcalib.errors import MergeInputError
 from prismcalib.extent import Extent, extent_of
 from prismcalib.lateness import Lateness, find_late_ranks
-from prismcalib.paths import CriticalPath, calibrated_trace
+from prismcalib.paths import CriticalPath, calibrated_trace, require_partners
 from prismcalib.prediction import Prediction, path_basis, predict
 from prismcalib.report.conclusion import Conclusion, conclude
 from prismcalib.report.grids import Grid
@@ -177,11 +177,14 @@ def describe_run(
     Raises:
         MergeInputError: the trace is not calibrated, rows lack times, or the critical path is not
             marked.
+        CoverageError, MissingMemberError: it lacks ranks that others communicate with.
     """
     trace = calibrated_trace(source)
     header = trace.header
     layout = Layout.of(trace)
     extent = extent_of(trace, layout)
+    if int(extent.rows.sum()) > RESAMPLED_ROWS:
+        require_partners(trace)
     counted = scan(layout, extent, cells=cells, on_rows=on_rows)
     path = marked_path(layout, extent)
     stage_of = pipeline_stages(header, counted.pairs)

@@ -1,7 +1,9 @@
 import polars as pl
 import pytest
 
-from prismcalib.errors import CoverageError, MergeInputError
+import prismtrace as pt
+from prismcalib import describe_run
+from prismcalib.errors import CoverageError, MergeInputError, MissingMemberError
 from prismcalib.merging import merge
 from prismcalib.paths import critical_path
 from prismcalib.prediction import predict
@@ -21,6 +23,22 @@ def test_the_parts_add_up(make_run):
     assert segments["busy_ns"].sum() + segments["gap_ns"].sum() + path.lead_in_ns == parts
     ends = segments["start_ns"] + segments["busy_ns"] + segments["gap_ns"].shift(-1).fill_null(0)
     assert (ends[:-1] == segments["start_ns"][1:]).all()
+
+
+def test_ranks_that_others_wait_for_may_not_be_absent(make_run, tmp_path, monkeypatch):
+    whole = merge(make_run().trace).trace
+    cut = tmp_path / "cut.parquet"
+    pt.slice_out(whole, cut, ranks=[0, 1])
+    for ask in (critical_path, predict, describe_run):
+        with pytest.raises((MissingMemberError, CoverageError)):
+            ask(pt.open(cut))
+    # Too large for a graph: the groups tell.
+    monkeypatch.setattr("prismcalib.paths.is_large", lambda _: True)
+    monkeypatch.setattr("prismcalib.report.data.RESAMPLED_ROWS", 0)
+    for ask in (critical_path, describe_run):
+        with pytest.raises(CoverageError, match="its other ranks wait for them"):
+            ask(pt.open(cut))
+    assert critical_path(whole).length_ns > 0
 
 
 def test_shares(make_run):

@@ -1,7 +1,9 @@
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
+import polars as pl
 import pytest
 from typer.testing import CliRunner
 
@@ -31,6 +33,12 @@ def test_a_step_lasts_from_the_end_of_those_before():
     assert step_durations(3, np.array([10, 25, 24, 40])).tolist() == [7, 15, 0, 15]
     assert step_durations(0, np.array([[10, 25], [5, 9]])).tolist() == [[10, 15], [5, 4]]
     assert StepTimes.between(3, [], 50).durations_ns == (47,)
+    # The third follows none in the trace: it begins at 30, and the fourth where it ends.
+    assert step_durations(3, np.array([10, 25, 40, 45]), cut={2: 30}).tolist() == [7, 15, 10, 5]
+    assert step_durations(0, np.array([[10, 25], [5, 9]]), cut={0: 2, 1: 7}).tolist() == [
+        [8, 18],
+        [3, 2],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -121,3 +129,78 @@ def test_a_single_step_is_no_mean_of_one(make_run, tmp_path):
     merge(make_run(steps=1).trace).write(tmp_path / "one.parquet")
     assert "mean of 1" not in invoke("stragglers", tmp_path / "one.parquet")
     assert "median of 1" not in invoke("what-if", tmp_path / "one.parquet", "--scale", "true", "2")
+
+
+def sampled_log(path):
+    """Four steps of two ranks that begin 2 ms after they were laid out, as an operation log."""
+    lines = ["step,dp_rank,stage,optype,start_ts,duration,mb_id"]
+    for step in range(4):
+        for rank in range(2):
+            lasting = 0.010 + 0.002 * step + 0.005 * rank
+            done = 0.016 + 0.002 * step
+            lines += [
+                f"{step},{rank},0,forward-compute,0.002,{lasting},0",
+                f"{step},{rank},0,grads-reduce-scatter,{0.002 + lasting},{done - lasting},-1",
+                f"{step},{rank},0,optimizer,{done + 0.002},0.001,-1",
+            ]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(params=["laid out", "recorded"])
+def long_run(request, tmp_path, make_run):
+    """Four steps, merged."""
+    if request.param == "recorded":
+        made = make_run(steps=4).trace
+        steps = tuple(made.collect()["step"].drop_nulls().unique().sort())
+        source = replace(made, header=made.header.model_copy(update={"steps": steps}))
+    else:
+        pt.convert([sampled_log(tmp_path / "log.csv")], tmp_path / "run.parquet")
+        source = tmp_path / "run.parquet"
+    merge(source).write(tmp_path / "job.parquet")
+    return pt.open(tmp_path / "job.parquet")
+
+
+def times_of(path):
+    """Steps as `predict` has them; the other commands have to say the same."""
+    trace = pt.open(path)
+    times = predict(trace, draws=0).steps["duration_ns"].to_list()
+    assert what_if(trace, [Scale("true", 1.0)]).baseline.steps_ns.tolist() == times
+    assert find_stragglers(trace).base_ns.tolist() == times
+    assert describe_run(merge(trace).trace).steps["duration_ns"].to_list() == times
+    assert compare(trace, trace).step_a_ns == typical_ns(times, 0)
+    return times
+
+
+def test_what_was_cut_out_is_in_no_step(long_run, tmp_path):
+    nodes = long_run.collect()
+    first, second, third, fourth = long_run.header.steps
+    end = pl.col("start_ns") + pl.col("dur_ns")
+    alone = {
+        step: nodes.filter(step=step).select(end.max() - pl.col("start_ns").min()).item()
+        for step in long_run.header.steps
+    }
+    following = dict(
+        zip(long_run.header.steps, predict(long_run, draws=0).steps["duration_ns"], strict=True)
+    )
+    piece, other = tmp_path / "piece.parquet", tmp_path / "other.parquet"
+    for steps, times in {
+        (fourth,): [alone[fourth]],
+        (second, third): [alone[second], following[third]],
+        (first, fourth): [following[first], alone[fourth]],
+        (first, second, fourth): [following[first], following[second], alone[fourth]],
+    }.items():
+        pt.slice_out(long_run, piece, steps=steps)
+        assert times_of(piece) == times, steps
+    # The mark of a step stays when other steps are cut away, and goes when its predecessor is back.
+    pt.slice_out(pt.open(piece), other, steps=[second, fourth])
+    assert times_of(other) == [alone[second], alone[fourth]]
+    pt.slice_out(long_run, piece, steps=[third])
+    pt.slice_out(long_run, other, steps=[first])
+    report = pt.concat([other, piece], tmp_path / "gap.parquet")
+    assert report.linked == 0
+    assert times_of(tmp_path / "gap.parquet") == [following[first], alone[third]]
+    pt.slice_out(long_run, other, steps=[fourth])
+    pt.concat([piece, other], tmp_path / "next.parquet")
+    merge(tmp_path / "next.parquet").write(tmp_path / "again.parquet")
+    assert times_of(tmp_path / "again.parquet") == [alone[third], following[fourth]]
