@@ -17,7 +17,6 @@ import numpy as np
 import polars as pl
 
 from prismcalib.block_graph import step_model
-from prismcalib.blocks import is_large
 from prismcalib.errors import ComparisonError
 from prismcalib.extent import extent_of
 from prismcalib.graph import Graph, Int32Array, Int64Array
@@ -112,8 +111,7 @@ def compare(
         )
     traces = [calibrated_trace(a), calibrated_trace(b)]
     tables = [OperationTable(trace) for trace in traces]
-    large = any(map(is_large, traces))
-    sorts, rank_sorts = (_sorts(keys, large=large) for keys in (by, ["rank"]))
+    sorts, rank_sorts = _sorts(by), _sorts(["rank"])
     sums = [_sums(table, {tuple(by), ("rank",), sorts, rank_sorts}) for table in tables]
     classes = _classes(sums, list(by))
     if not classes["ratio"].is_not_null().any():
@@ -140,13 +138,12 @@ def compare(
     )
 
 
-def _sorts(by: Sequence[str], *, large: bool) -> tuple[str, ...]:
+def _sorts(by: Sequence[str]) -> tuple[str, ...]:
     """By what times are scaled: ranks do several things, and not all of them change alike."""
     if "rank" not in by:
         return tuple(by)
-    # Names of many ranks' operations are too many where a run is large.
-    names = [name for name in CLASS_COLUMNS if not (large and name == "name")]
-    return (*by, *(name for name in names if name not in by))
+    # Names of all ranks' operations are too many where a run is large.
+    return (*by, *(name for name in ("kind", "phase", "group") if name not in by))
 
 
 def _step_ns(table: OperationTable) -> int:
