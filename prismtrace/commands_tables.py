@@ -257,8 +257,8 @@ def slice_out(
     """Cut ranks, steps or a window of time out of a trace.
 
     Nodes are numbered anew. Dependencies on what was left out go, and communications that lost
-    a member wait for nobody; both are counted. Where the offsets between clocks are not known,
-    as before a merge, the window counts from the first start of each clock.
+    a member to --steps or --window wait for nobody; both are counted. Where the offsets between
+    clocks are not known, as before a merge, the window counts from the first start of each clock.
 
     Example: prismtrace slice-out run.parquet --ranks 0-7 --steps 10 -o piece.parquet
     """
