@@ -95,15 +95,22 @@ class StepSpread:
 
 def why_not_resampled(rows: pl.DataFrame, warmup: int = 0) -> str | None:
     """What keeps whole steps of a node table from being exchanged; None if nothing does."""
+    found = _exchangeable(rows, warmup)
+    return found if isinstance(found, str) else None
+
+
+def _exchangeable(rows: pl.DataFrame, warmup: int) -> list[int] | str:
+    """Numbers of the steps that draws choose from, or what keeps steps from being exchanged."""
     if rows.height > _LARGEST:
         return f"{rows.height} operations are too many to resample"
     count = rows["step"].drop_nulls().n_unique()
     after = f" after the warm-up ({counted(warmup, 'step')})" if warmup else ""
     if count - warmup < 2:
         return f"the trace has no two steps to draw from{after}"
-    if len(_alike(rows, warmup)) < 2:
+    alike = _alike(rows, warmup)
+    if len(alike) < 2:
         return f"no two steps{after} have the same operations, so they cannot be exchanged"
-    return None
+    return alike
 
 
 def _alike(rows: pl.DataFrame, warmup: int) -> list[int]:
@@ -152,10 +159,11 @@ def resample_steps(
         CalibError: the steps cannot be exchanged, see `why_not_resampled`.
     """
     warmup = warmup_of(header)
-    obstacle = why_not_resampled(rows, warmup) or ("no draws were asked for" if draws < 1 else None)
-    if obstacle:
-        raise CalibError(obstacle)
-    alike = _alike(rows, warmup)
+    alike = _exchangeable(rows, warmup)
+    if isinstance(alike, str):
+        raise CalibError(alike)
+    if draws < 1:
+        raise CalibError("no draws were asked for")
     pool = _StepPool.of(rows, alike)
     model = StepModel.of(graph, rows, header)
     draws = max(min(draws, _MOST_ROWS // (2 * graph.rows)), min(draws, _FEWEST_DRAWS))

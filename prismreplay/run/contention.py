@@ -39,11 +39,12 @@ class ProcessorCosts:
 
     def __init__(self, table: CommTable) -> None:
         self._table = table
-        self._measured: dict[str, list[int]] = {}
+        self._hosts: dict[str, dict[int, int]] = {}
+        """By kind and members, on how few hosts that was measured."""
         for operation, _ in table.measured():
-            sizes = self._measured.setdefault(operation.kind, [])
-            if operation.ranks not in sizes:
-                sizes.append(operation.ranks)
+            fewest = self._hosts.setdefault(operation.kind, {})
+            hosts = fewest.get(operation.ranks, operation.hosts)
+            fewest[operation.ranks] = min(hosts, operation.hosts)
 
     def of(self, op: Op, members: int) -> int:
         """Of one rank, in a group of so many members.
@@ -57,12 +58,12 @@ class ProcessorCosts:
         kind, count = op.kind, members
         if op.call in (Call.SEND, Call.RECV):
             kind, count = Kind.SEND, 2
-        measured = self._measured.get(kind, [])
+        measured = self._hosts.get(kind, {})
         if not measured or count < 2 or op.dtype is None:
             return 0
         near = max((one for one in measured if one <= count), default=min(measured))
-        hosts = min(each.hosts for each, _ in self._table.measured() if each.ranks == near)
-        found = self._table.cpu_ns(Operation(kind, op.dtype.value, near, hosts, op.payload_bytes))
+        operation = Operation(kind, op.dtype.value, near, measured[near], op.payload_bytes)
+        found = self._table.cpu_ns(operation)
         return round(found * bus_factor(kind, count) / bus_factor(kind, near))
 
 
@@ -119,14 +120,7 @@ class Contention:
             How much longer the backend needs for it and all before it, in ns.
         """
         with self._changed:
-            left = max(0, elapsed_ns)
-            while self._owed and left:
-                taken = min(left, self._owed[0][1])
-                self._owed[0][1] -= taken
-                left -= taken
-                self.waived_ns += taken
-                if not self._owed[0][1]:
-                    self._owed.popleft()
+            self.waived_ns += self._pay(max(0, elapsed_ns))
             longer = 0
             while self._owed and self._owed[0][0] <= number:
                 longer += self._owed.popleft()[1]
@@ -144,15 +138,20 @@ class Contention:
             work()
             now = self._cpu_ns()
             with self._changed:
-                left = now - before
-                self.taken_ns += left
-                while self._owed and left:
-                    taken = min(left, self._owed[0][1])
-                    self._owed[0][1] -= taken
-                    left -= taken
-                    if not self._owed[0][1]:
-                        self._owed.popleft()
+                self.taken_ns += now - before
+                self._pay(now - before)
             before = now
+
+    def _pay(self, time_ns: int) -> int:
+        """Take so much off what is owed, first things first; how much of it was owed."""
+        left = time_ns
+        while self._owed and left:
+            paid = min(left, self._owed[0][1])
+            self._owed[0][1] -= paid
+            left -= paid
+            if not self._owed[0][1]:
+                self._owed.popleft()
+        return time_ns - left
 
 
 def _copying() -> Callable[[], object]:

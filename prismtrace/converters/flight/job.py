@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from prismtrace.converters.flight.ranks import comms_of, groups_of, rank_of
+from prismtrace.converters.flight.ranks import by_rank, comms_of, groups_of
 from prismtrace.converters.flight.reading import Dump, read_dump
 from prismtrace.converters.groups import GroupBook, NamedGroup
 from prismtrace.converters.placing import Assignment, RankComms, assign_groups
@@ -53,16 +53,7 @@ def read_job(
     Raises:
         TraceError: a file is no dump, or ranks do not fit together.
     """
-    places: dict[int, Path] = {}
-    for path in paths:
-        rank = rank_of(path, ranks.get(path))
-        if rank in places:
-            raise RankError(
-                f"rank {rank} is in two files",
-                where=f"{places[rank]} and {path}",
-                hint="give one file per rank, or set ranks with --rank FILE=N",
-            )
-        places[rank] = path
+    places = by_rank(paths, ranks, "file", "file")
     dumps: dict[int, Dump] = {}
     tasks = [(path,) for path in places.values()]
     processes = min(jobs or os.cpu_count() or 1, len(tasks))

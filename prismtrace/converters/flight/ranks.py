@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from prismtrace.converters.inputs import rank_in_name
 from prismtrace.converters.placing import RankComms
 from prismtrace.errors import RankError
 
-__all__ = ["comms_of", "groups_of", "rank_of"]
+__all__ = ["by_rank", "comms_of", "groups_of", "rank_of"]
 
 _LAST_NUMBER = re.compile(r"(\d{1,9})(?:\.\D\w*)*$")
 _PUT_ASIDE = ("~", ".bak", ".backup", ".old", ".orig", ".tmp", ".save", ".swp", ".copy")
@@ -46,6 +46,32 @@ def rank_of(path: Path, given: int | None) -> int:
         where=str(path),
         hint=f"say it: --rank {path.name}=N",
     )
+
+
+def by_rank(
+    paths: Iterable[Path], given: Mapping[Path, int], in_full: str, briefly: str
+) -> dict[int, Path]:
+    """The dumps of a job by their ranks.
+
+    Args:
+        paths: the dumps.
+        given: ranks that the user gave.
+        in_full: what to call a dump in an error, and `briefly` in its hint.
+
+    Raises:
+        RankError: as `rank_of`, or two dumps are of one rank.
+    """
+    places: dict[int, Path] = {}
+    for path in paths:
+        rank = rank_of(path, given.get(path))
+        if rank in places:
+            raise RankError(
+                f"rank {rank} is in two {in_full}s",
+                where=f"{places[rank]} and {path}",
+                hint=f"give one {briefly} per rank, or set ranks with --rank FILE=N",
+            )
+        places[rank] = path
+    return places
 
 
 def groups_of(dump: Dump) -> tuple[NamedGroup, ...]:

@@ -16,14 +16,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from prismtrace.converters.flight.ranks import comms_of, groups_of, rank_of
+from prismtrace.converters.flight.ranks import by_rank, comms_of, groups_of
 from prismtrace.converters.flight.reading import Dump, read_dump
 from prismtrace.converters.kineto.carried import CommOp
 from prismtrace.converters.placing import RankComms
 from prismtrace.converters.rank_trace import RankTrace
 from prismtrace.converters.sequences import OpSequence, agree, make_sequence
 from prismtrace.converters.sniff import DUMPS, sniff
-from prismtrace.errors import RankError
 from prismtrace.schema import Kind
 
 __all__ = ["dumps_beside", "groups_from_dumps"]
@@ -56,16 +55,7 @@ def groups_from_dumps(
     Raises:
         TraceError: a dump cannot be read, or its rank is unknown or in two dumps.
     """
-    dumps: dict[int, Path] = {}
-    for path in paths:
-        rank = rank_of(path, ranks.get(path))
-        if rank in dumps:
-            raise RankError(
-                f"rank {rank} is in two flight-recorder dumps",
-                where=f"{dumps[rank]} and {path}",
-                hint="give one dump per rank, or set ranks with --rank FILE=N",
-            )
-        dumps[rank] = path
+    dumps = by_rank(paths, ranks, "flight-recorder dump", "dump")
     recorded = {trace.rank for trace in traces}
     if recorded.isdisjoint(dumps):
         counts["unused-flight-recorder"] += len(dumps)
