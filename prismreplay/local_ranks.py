@@ -11,19 +11,29 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.collect.stale import end_groups
 from prismreplay.errors import ProgramError, RankFailedError
 
-__all__ = ["run_command", "run_ranks"]
+__all__ = ["run_command", "run_ranks", "with_paths"]
 
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 3.0
 """What is asked to end has this long before it is killed."""
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """What gloo tells a rank whose partner is gone: not why the run failed."""
+
+
+def with_paths(variables: Mapping[str, str], *folders: str | Path) -> dict[str, str]:
+    """An environment whose Python looks into these folders first, then where it did anyway.
+
+    Packages of a machine may be in its PYTHONPATH: it is added to, never replaced.
+    """
+    paths = [*map(str, folders), *filter(None, [variables.get("PYTHONPATH")])]
+    return {**variables, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def run_ranks(

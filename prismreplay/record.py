@@ -21,7 +21,7 @@ from prismreplay.collect.claiming import Claim
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.errors import ProgramError, RankFailedError
-from prismreplay.local_ranks import run_command, run_ranks
+from prismreplay.local_ranks import run_command, run_ranks, with_paths
 from prismreplay.runtime.axes import axis_of
 from prismtrace import __version__
 from prismtrace.assembling import AssembleReport, assemble
@@ -230,9 +230,7 @@ def _environment(spools: Path) -> Iterator[Mapping[str, str]]:
             f"[torch.backends]\nprismreplay = {_ENTRY_POINT}\n", encoding="utf-8"
         )
         ours = str(Path(__file__).resolve().parent.parent)
-        paths = [ours, folder, *filter(None, [variables.get("PYTHONPATH")])]
-        variables["PYTHONPATH"] = os.pathsep.join(paths)
-        yield variables
+        yield with_paths(variables, ours, folder)
 
 
 def _failure(launcher: str, code: int, spools: Path) -> RankFailedError:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.comm_bench.spec import BenchSpec, placements
-from prismreplay.local_ranks import run_ranks
+from prismreplay.local_ranks import run_ranks, with_paths
 from prismtrace.output import writable_target
 
 if TYPE_CHECKING:
@@ -98,5 +98,4 @@ def _start(spec: BenchSpec, ranks: int, output: Path) -> Measured:
 def _environment() -> Mapping[str, str]:
     """As torchrun has it; ranks find this package where this process did."""
     ours = str(Path(__file__).resolve().parents[2])
-    paths = [ours, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return with_paths({"OMP_NUM_THREADS": "1", **os.environ}, ours)
