@@ -13,6 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
 PROGRAM = """
 import torch
 import torch.distributed as dist
@@ -40,8 +43,9 @@ def collect(ranks: int, devices: int, steps: int, folder: Path) -> dict[str, flo
         *("--world-size", str(ranks), "--devices", str(devices), "--json"),
         *("-o", str(folder / "bare.parquet"), "--show-rank", "none", "--", str(program)),
     ]
-    repo = Path(__file__).resolve().parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
+    from prismreplay.local_ranks import with_paths
+
+    environment = with_paths({**os.environ, "OMP_NUM_THREADS": "1"}, REPO)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 

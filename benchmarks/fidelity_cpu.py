@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
 TOOLS = REPO / "benchmarks" / "fidelity"
 MODEL = "--layers 4 --hidden 256 --length 64"
 RECORDED_STEPS, TIMED_STEPS, WARMUP = 6, 16, 3
@@ -294,14 +295,10 @@ class Bench:
 
     def environment(self, **more: str) -> dict[str, str]:
         """For every process: one thread, our packages."""
-        paths = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            **more,
-        }
+        from prismreplay.local_ranks import with_paths
+
+        one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+        return with_paths(one_thread, REPO)
 
     # --- a shape ----------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from prismreplay.local_ranks import with_paths
+
 REPO = Path(__file__).resolve().parent.parent
 
 # A slow machine is no failure, and CI must not find a new counterexample on an unrelated change.
@@ -99,14 +101,9 @@ def command_env(tmp_path_factory: pytest.TempPathFactory, entry_points: Path) ->
         script = folder / name
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {call} "$@"\n')
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    path = [str(REPO), str(entry_points), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(path),
-        "NO_COLOR": "1",
-        "COLUMNS": "100",
-    }
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    told = {**os.environ, "PATH": path, "NO_COLOR": "1", "COLUMNS": "100"}
+    return with_paths(told, REPO, entry_points)
 
 
 @pytest.fixture

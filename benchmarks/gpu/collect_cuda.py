@@ -72,11 +72,13 @@ def collect(name, ranks, options, program, folder, *, gpu=True, limit=TIMEOUT_S)
     Raises:
         RuntimeError: with all that it printed, and the ends of ranks' logs.
     """
+    from prismreplay.local_ranks import with_paths
+
     results, output = folder / f"{name}-results", folder / f"{name}.parquet"
     command = [sys.executable, "-m", "prismreplay.cli", "collect", "--world-size", str(ranks)]
     command += ["--json", "-o", str(output), *options, "--", str(REPO / "examples/train_gpt.py")]
     command += [*program, "--results", str(results)]
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    environment = with_paths(os.environ, REPO)
     if not gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     begun = time.monotonic()

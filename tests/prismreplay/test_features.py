@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from prismreplay.local_ranks import with_paths
+
 pytest.importorskip("torch")
 
 PROGRAMS = Path(__file__).parent / "programs"
 REPO = PROGRAMS.parents[2]
 RANKS = 4
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+ENVIRONMENT = with_paths({**os.environ, "OMP_NUM_THREADS": "1"}, REPO)
 
 
 def _free_port() -> int:

@@ -122,11 +122,10 @@ def test_a_killed_command_goes_on(files: list[Path], out: Path, expected: bytes)
         "kept.convert_file = slowly\n"
         "convert(sys.argv[2:], sys.argv[1], resume=True)\n"
     )
-    repo = str(Path(cli.__file__).parents[1])
     with subprocess.Popen(
         [sys.executable, "-c", script, str(out), *map(str, files)],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": repo},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     ) as process:
         for _ in range(2):
             process.stdout.readline()

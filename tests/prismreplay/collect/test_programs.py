@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 
 from prismreplay.collect.programs import ProgramCall, program_of
 from prismreplay.errors import ProgramError
+from prismreplay.local_ranks import with_paths
+
+LITTLE = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +87,7 @@ def test_a_script_sees_what_python_would_show_it(tmp_path: Path) -> None:
     ours = subprocess.run(
         [sys.executable, "-c", RUN.format("script.py", False)],
         cwd=tmp_path, capture_output=True, text=True, check=True,
-        env={"PYTHONPATH": str(repo)},
+        env=with_paths(LITTLE, repo),
     )  # fmt: skip
     assert json.loads(ours.stdout) == json.loads(plain.stdout)
 
@@ -101,7 +105,7 @@ def test_a_module_sees_what_python_would_show_it(tmp_path: Path) -> None:
         subprocess.run(
             [sys.executable, *call],
             cwd=tmp_path, capture_output=True, text=True, check=True,
-            env={"PYTHONPATH": str(repo)},
+            env=with_paths(LITTLE, repo),
         ).stdout
         for call in (["-m", "pkg.work", "a", "-b"], ["-c", RUN.format("pkg.work", True)])
     ]  # fmt: skip
@@ -119,7 +123,7 @@ def test_modules_are_beside_the_script_that_a_link_leads_to(tmp_path: Path) -> N
         subprocess.run(
             [sys.executable, *call],
             cwd=tmp_path, capture_output=True, text=True, check=True,
-            env={"PYTHONPATH": str(repo)},
+            env=with_paths(LITTLE, repo),
         ).stdout
         for call in (["here/link.py", "a", "-b"], ["-c", RUN.format("here/link.py", False)])
     ]  # fmt: skip

@@ -20,6 +20,7 @@ from prismreplay.collect.gpus import Gpu
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.collect.rank_memory import RankMemory
 from prismreplay.errors import SwapError
+from prismreplay.local_ranks import with_paths
 from prismtrace.trace import open_trace
 
 GIB = 1 << 30
@@ -163,7 +164,7 @@ def test_on_a_gpu_ranks_give_the_losses_of_a_run_without_room_problems(tmp_path:
             capture_output=True,
             text=True,
             check=False,
-            env={**os.environ, "PYTHONPATH": str(repo)},
+            env=with_paths(os.environ, repo),
         )
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)["gpu"]

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import prismreplay
 from prismcalib.comm_table import CommTable, Operation, read_comm_logs
 from prismreplay.cli import app
+from prismreplay.local_ranks import with_paths
 
 pytest.importorskip("torch")
 
@@ -50,7 +51,7 @@ def test_samples_of_a_launchers_ranks(tmp_path):
     answer = subprocess.run(
         [sys.executable, *words],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(prismreplay.__file__).parents[1])},
+        env=with_paths(os.environ, Path(prismreplay.__file__).parents[1]),
         capture_output=True,
         text=True,
         check=False,

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from prismreplay.local_ranks import with_paths
+
 pytest.importorskip("torch")
 
 HERE = Path(__file__).parent
 PROGRAM = HERE / "programs" / "kills_an_assistant.py"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[2])}
+ENVIRONMENT = with_paths({**os.environ, "OMP_NUM_THREADS": "1"}, HERE.parents[2])
 
 
 def prismreplay(*words):

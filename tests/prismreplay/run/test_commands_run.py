@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import prismtrace as pt
+from prismreplay.local_ranks import with_paths
 from prismtrace.schema import TraceKind
 from tests.end_to_end.sandboxes import calibrate
 
@@ -21,7 +22,7 @@ HERE = Path(__file__).parent
 REPO = HERE.parents[2]
 TOY = HERE / "programs" / "toy.py"
 FEATURES = HERE.parent / "programs" / "features.py"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+ENVIRONMENT = with_paths({**os.environ, "OMP_NUM_THREADS": "1"}, REPO)
 PARTS = ("collectives", "messages", "groups", "restart")
 
 

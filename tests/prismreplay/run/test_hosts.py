@@ -18,6 +18,7 @@ import prismtrace as pt
 from prismreplay.collect.handover import Place
 from prismreplay.collect.messages import Channel
 from prismreplay.errors import HostsError
+from prismreplay.local_ranks import with_paths
 from prismreplay.run import relaying
 from prismreplay.run.hosts import Hosts, Meeting, call_hub, hosts_from, meet, ranks_of_host
 
@@ -113,7 +114,7 @@ def test_the_quickest_answers_tell_the_time():
 
 
 def start(number: int, port: int, log: Path, *words: object) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    environment = with_paths({**os.environ, "OMP_NUM_THREADS": "1"}, REPO)
     environment |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": ADDRESS}
     environment |= {"MASTER_PORT": str(port)}
     environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
@@ -144,7 +145,7 @@ def collected(tmp_path_factory):
     command += ["--show-rank", "0", "-o", str(folder / "bare.parquet"), "--", str(TOY), "3"]
     done = subprocess.run(
         [sys.executable, "-m", "prismreplay.cli", *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
+        env=with_paths({**os.environ, "OMP_NUM_THREADS": "1"}, REPO),
         capture_output=True,
         text=True,
         timeout=300,

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs the extra `replay`")
 
+from prismreplay.local_ranks import with_paths
 from prismreplay.runtime.bootstrap import ROLE_VARIABLE
 
 REPO = Path(__file__).resolve().parents[3]
@@ -52,7 +53,7 @@ dist.destroy_process_group()
 def run(tmp_path, **variables):
     (tmp_path / "given.py").write_text(FACTORY)
     environment = {name: value for name, value in os.environ.items() if name != ROLE_VARIABLE}
-    environment |= {"PYTHONPATH": f"{REPO}{os.pathsep}{tmp_path}", **variables}
+    environment = with_paths({**environment, **variables}, REPO, tmp_path)
     return subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env=environment,
