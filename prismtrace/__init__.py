@@ -80,7 +80,7 @@ __all__ = [
     "write",
 ]
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _HOMES = {
     "assemble": ("prismtrace.assembling", "assemble"),

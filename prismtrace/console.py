@@ -37,6 +37,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from prismtrace.completion import Shell, answer_completion, print_completion
 from prismtrace.errors import PrismError
 from prismtrace.help_text import App, CommandList
 from prismtrace.progress_bar import Progress, progress
@@ -71,7 +72,7 @@ _EXTRA_OF_MODULE = {
 
 
 def new_app(help: str) -> typer.Typer:
-    """A typer application with the settings and the `--version` flag all commands share.
+    """A typer application with the settings and flags (`--version`, `--show-completion`) all share.
 
     Help is plain text: a table of Rich squeezes explanations into a narrow column and cuts
     examples.
@@ -94,6 +95,15 @@ def new_app(help: str) -> typer.Typer:
                 "--version", callback=_print_version, is_eager=True, help="Print the version."
             ),
         ] = False,
+        show_completion: Annotated[
+            Shell | None,
+            typer.Option(
+                callback=print_completion,
+                is_eager=True,
+                metavar="|".join(Shell),
+                help="Print a script; the shell that runs it completes commands and flags.",
+            ),
+        ] = None,
     ) -> None:
         pass
 
@@ -123,6 +133,7 @@ def run(app: typer.Typer) -> NoReturn:
         # A character that the terminal's encoding lacks is no reason to fail.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    answer_completion(Path(sys.argv[0]).name)
     with stop_signals() as stopped:
         try:
             code = _exit_code(app)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from types import UnionType
@@ -16,16 +18,23 @@ from typer.models import ArgumentInfo
 __all__ = ["COMMANDS_OF", "App", "Command", "CommandList"]
 
 
+@contextmanager
+def _plain_words() -> Iterator[None]:
+    """Complaints about values without the words that Pydantic puts before them."""
+    try:
+        yield
+    except typer.BadParameter as error:
+        error.message = error.message.removeprefix("Value error, ")
+        raise
+
+
 class Command(TyperCommand):
     """A command whose help and complaints speak of its arguments, not of Python's types."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as Typer does, without the words that Pydantic puts before a message."""
-        try:
+        """Parse as Typer does, in plain words."""
+        with _plain_words():
             return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            error.message = error.message.removeprefix("Value error, ")
-            raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """`TRACE...` where Typer writes `{TRACE...}...`."""
@@ -62,6 +71,11 @@ COMMANDS_OF = {
 
 class CommandList(TyperGroup):
     """A list of commands whose summaries are wrapped, not cut."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as Typer does, in plain words."""
+        with _plain_words():
+            return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find a command; say whose it is if another program has it."""

@@ -21,7 +21,9 @@ from prismtrace import help_text
 INTRODUCTION = """\
 Generated from the commands themselves by `make docs`. Every command also explains itself with
 `--help`. Exit codes: 0 good, 1 the input or the run is bad, 2 wrong usage, 130 interrupted.
-Results go to stdout, errors and progress to stderr.
+Results go to stdout, errors and progress to stderr. `eval "$(prismtrace --show-completion bash)"`
+in `~/.bashrc` (or zsh's, or fish's file), once for each program, lets the shell complete commands
+and flags.
 """
 
 COMMANDS = ("prismtrace", "prismcalib", "prismreplay")
