@@ -12,7 +12,15 @@ from typing import Any
 import torch
 
 from prismreplay.collect.gloo_order import reduce_in_order
-from prismreplay.collect.handover import Parcel, ParcelWriter, Place, Span, torch_dtype
+from prismreplay.collect.handover import (
+    Files,
+    Parcel,
+    ParcelWriter,
+    Place,
+    Span,
+    bytes_of,
+    torch_dtype,
+)
 from prismreplay.collect.matching import Request
 from prismreplay.collect.supplying import Supplier
 from prismreplay.errors import UnsupportedOperationError
@@ -30,11 +38,18 @@ _COPY_BYTES = 1 << 22
 
 
 class Executor:
-    """Makes results in parcels at `place`, with a supplier's help if there is one."""
+    """Makes results in parcels at `place`, with a supplier's help if there is one.
 
-    def __init__(self, place: Place, supplier: Supplier | None = None) -> None:
+    With `files` their files are taken from there and go back to it when they are closed: who sends
+    them keeps them until all receivers are done.
+    """
+
+    def __init__(
+        self, place: Place, supplier: Supplier | None = None, files: Files | None = None
+    ) -> None:
         self._place = place
         self._supplier = supplier
+        self._files = files
 
     def supply(self, rank: int, op: Op, inputs: Parcel) -> Result | None:
         """What the supplier gives `rank` for `op`; None: it is to be performed."""
@@ -59,7 +74,8 @@ class Executor:
             # The root's own bytes serve all.
             root = members[op.group.ranks.index(op.root or 0)]
             return [(root.inputs, list(_spans(root.op.inputs))) for _ in members]
-        writer = ParcelWriter(self._place)
+        expected = max(sum(spec.nbytes for spec in specs) for specs in (op.inputs, op.outputs))
+        writer = ParcelWriter(self._place, self._files, expected)
         try:
             with torch.no_grad():
                 spans = _PERFORM[op.call](members, writer)
@@ -70,6 +86,7 @@ class Executor:
             writer.discard()
             raise
         parcel = writer.finish()
+        parcel.files = self._files
         return [(parcel, list(one)) for one in spans]
 
 
@@ -98,6 +115,9 @@ def _spans(specs: Sequence[TensorSpec]) -> list[Span]:
 
 def _copy(request: Request, span: Span, writer: ParcelWriter) -> Span:
     """Append some bytes of a member's inputs."""
+    if request.inputs.memory is not None:
+        held = request.inputs.view(span.offset, span.nbytes, torch.uint8)
+        return writer.put(bytes_of(held))
     start, end = None, span.offset + span.nbytes
     for offset in range(span.offset, end, _COPY_BYTES):
         buffer = memoryview(bytearray(min(_COPY_BYTES, end - offset)))
@@ -128,7 +148,7 @@ def _reduced(
 
     def read(member: int, start: int, stop: int) -> Tensor:
         offset = first_byte + start * itemsize
-        return members[member].inputs.part(offset, (stop - start,), dtype)
+        return members[member].inputs.view(offset, stop - start, dtype)
 
     parts = reduce_in_order(
         read,

@@ -105,7 +105,7 @@ def reduce_in_order(
     """The reduced tensor, chunk by chunk.
 
     Args:
-        read: `read(member, start, stop)` gives a new 1-D tensor with those elements.
+        read: `read(member, start, stop)` gives a 1-D tensor with those elements; it is not changed.
         elements: number of elements of each member's tensor.
         itemsize: bytes of an element.
         size: members of the group.
@@ -118,9 +118,9 @@ def reduce_in_order(
         for member in chunk.members:
             part = read(member, chunk.start, chunk.stop)
             if op is ReduceOp.PREMUL_SUM and factor is not None:
-                part.mul_(factor)
+                part = part.clone().mul_(factor)
             if total is None:
-                total = part
+                total = part.clone()
             else:
                 fold(total, part)
         if op is ReduceOp.AVG:

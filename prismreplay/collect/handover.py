@@ -8,11 +8,13 @@ process that may still read it has closed it. That also is its reference count: 
 many ranks get a part is written once.
 
 Files are written and read, not mapped: touching fresh pages of a shared mapping one fault at a
-time is some four times slower than `write`, which makes them in one go.
+time is some four times slower than `write`, which makes them in one go. Most of a write is making
+pages, so where a sender knows that all receivers are done it uses a file again (`Files`).
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import errno
@@ -28,7 +30,16 @@ import torch
 from prismreplay.errors import HandoverError
 from prismreplay.runtime.operations import TensorSpec
 
-__all__ = ["INLINE_BYTES", "Parcel", "ParcelWriter", "Place", "Span", "bytes_of", "torch_dtype"]
+__all__ = [
+    "INLINE_BYTES",
+    "Files",
+    "Parcel",
+    "ParcelWriter",
+    "Place",
+    "Span",
+    "bytes_of",
+    "torch_dtype",
+]
 
 Tensor = Any
 
@@ -92,18 +103,75 @@ class Place:
         )
 
 
-class Parcel:
-    """Bytes of some tensors, end to end. Owns its file."""
+class Files:
+    """Files that nobody reads any more, for use again.
 
-    __slots__ = ("data", "file", "nbytes")
+    Args:
+        place: where new ones are made.
+        most_bytes: that those which are not in use may hold together.
+    """
+
+    def __init__(self, place: Place, most_bytes: int = 128 << 20) -> None:
+        self.place = place
+        self._most_bytes = most_bytes
+        self._free: list[tuple[int, int]] = []
+        """Sizes and descriptors, smallest first."""
+
+    def take(self, nbytes: int) -> int:
+        """A file to write to, from its beginning, if possible one that has held as much before.
+
+        Raises:
+            HandoverError: a new one is needed, and there is no room.
+        """
+        if not self._free:
+            return self.place.open()
+        at = min(bisect.bisect_left(self._free, (nbytes, -1)), len(self._free) - 1)
+        _, file = self._free.pop(at)
+        os.lseek(file, 0, os.SEEK_SET)
+        return file
+
+    def give(self, file: int, nbytes: int) -> None:
+        """Nobody reads this file of so many bytes any more."""
+        bisect.insort(self._free, (nbytes, file))
+        while sum(size for size, _ in self._free) > self._most_bytes:
+            os.close(self._free.pop(0)[1])
+
+    def __del__(self) -> None:
+        for _, file in self._free:
+            with contextlib.suppress(OSError):
+                os.close(file)
+
+
+class Parcel:
+    """Bytes of some tensors, end to end. Owns its file.
+
+    `memory`: instead of `data` or a file, bytes that stay in this process, as a 1-D tensor. `files`:
+    where its file goes when it is closed, if all who were sent it are done with it then.
+    """
+
+    __slots__ = ("data", "file", "files", "memory", "nbytes")
 
     def __init__(self, data: bytes | None, file: int | None, nbytes: int) -> None:
         self.data = data
         self.file = file
         self.nbytes = nbytes
+        self.memory: Tensor = None
+        self.files: Files | None = None
+
+    @classmethod
+    def holding(cls, tensors: Sequence[Tensor]) -> Parcel:
+        """Those contiguous CPU tensors, for use in this process; copied only if there are several."""
+        flat = [one.detach().reshape(-1).view(torch.uint8) for one in tensors if one.numel()]
+        memory = flat[0] if len(flat) == 1 else torch.cat(flat) if flat else torch.empty(0)
+        parcel = cls(None, None, memory.numel())
+        parcel.memory = memory
+        return parcel
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill `target` from the bytes at `offset`."""
+        if self.memory is not None:
+            target[:] = bytes_of(self.memory)[offset : offset + len(target)]
+            return
         if self.data is not None:
             target[:] = self.data[offset : offset + len(target)]
             return
@@ -121,6 +189,13 @@ class Parcel:
         self.read_into(bytes_of(tensor), offset)
         return tensor
 
+    def view(self, offset: int, elements: int, dtype: Any) -> Tensor:
+        """A 1-D tensor with the bytes at `offset`, not to be written to: it may be no copy."""
+        if self.memory is not None:
+            with contextlib.suppress(RuntimeError):  # some are not where such elements can be
+                return self.memory[offset : offset + elements * dtype.itemsize].view(dtype)
+        return self.part(offset, (elements,), dtype)
+
     def tensors(self, specs: Iterable[TensorSpec]) -> list[Tensor]:
         """New tensors with the bytes of the whole parcel, which are `specs` end to end."""
         found, offset = [], 0
@@ -131,9 +206,13 @@ class Parcel:
 
     def close(self) -> None:
         """Free the file here; other processes keep theirs."""
-        if self.file is not None:
-            os.close(self.file)
-            self.file = None
+        file, self.file = self.file, None
+        if file is None:
+            return
+        if self.files is None:
+            os.close(file)
+        else:
+            self.files.give(file, self.nbytes)
 
     def __del__(self) -> None:
         with contextlib.suppress(OSError):
@@ -141,10 +220,18 @@ class Parcel:
 
 
 class ParcelWriter:
-    """Puts bytes end to end into a parcel."""
+    """Puts bytes end to end into a parcel.
 
-    def __init__(self, place: Place) -> None:
+    Args:
+        place: where its file is made, if it needs one.
+        files: where to get it from instead.
+        expected: how many bytes there will be, about.
+    """
+
+    def __init__(self, place: Place, files: Files | None = None, expected: int = 0) -> None:
         self._place = place
+        self._files = files
+        self._expected = expected
         self._start = bytearray()
         self._file: int | None = None
         self._size = 0
@@ -162,7 +249,8 @@ class ParcelWriter:
             if self._size <= INLINE_BYTES:
                 self._start += view
                 return span
-            self._file = self._place.open()
+            files = self._files
+            self._file = self._place.open() if files is None else files.take(self._expected)
             self._write(memoryview(self._start))
         self._write(view)
         return span
@@ -177,6 +265,9 @@ class ParcelWriter:
         if self._file is None:
             return Parcel(bytes(self._start), None, self._size)
         file, self._file = self._file, None
+        if self._files is not None:
+            # It may have held more; whoever passes it on takes all that is in it.
+            os.ftruncate(file, self._size)
         return Parcel(None, file, self._size)
 
     def discard(self) -> None:

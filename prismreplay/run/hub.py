@@ -5,8 +5,13 @@ Beside what ranks of a collection say, those of a run say:
 =============  ===============================================  =====================
 name           fields                                           answered by
 =============  ===============================================  =====================
-enter          ticket, packed operation, bytes or None, when    (result, on `wait`)
+enter          ticket, packed operation, bytes or None, when,   (result, on `wait`)
+               numbers of answers whose results are copied
 real           packed operation                                 -
+placed         where the next of these is in the graph          -
+virtual        packed operation, as a recording names it        (value, bytes, size)
+device         a `DeviceSummary`, how the graph was followed,   -
+               which groups were used
 step           a `StepMark`                                     -
 over           a `RankSummary`                                  -
 assist         key and ranks of a group that is made small      -
@@ -36,7 +41,7 @@ from prismreplay.run.assistants import Assistant, Assistants
 from prismreplay.run.contention import ProcessorCosts
 from prismreplay.run.hybrid import HybridCoordinator
 from prismreplay.run.ledger import Ledger
-from prismreplay.run.marks import RankSummary, StepMark
+from prismreplay.run.marks import DeviceSummary, RankSummary, StepMark
 from prismreplay.run.small_groups import MovedSummary
 from prismreplay.runtime.operations import Op
 
@@ -69,8 +74,11 @@ class Hub(Service):
         self.marks: list[StepMark] = []
         self.summaries: dict[int, RankSummary] = {}
         self.moved: list[MovedSummary] = []
+        self.devices: dict[int, DeviceSummary] = {}
         self._hybrid = coordinator
         self._ledger = ledger
+        self._lent: dict[tuple[int, int], Parcel] = {}
+        """Results that ranks have not copied yet, by rank and number of the answer."""
         self.costs: ProcessorCosts | None = None
         """What communications take of the ranks' processors; None: nothing."""
         # Looking at a process's memory stops it for milliseconds; ranks say themselves.
@@ -93,12 +101,25 @@ class Hub(Service):
     def _handle(self, rank: int, message: Message, file: int | None) -> None:
         name = message[0]
         if name == "enter":
-            _, ticket, packed, data, issued_ns = message
+            _, ticket, packed, data, issued_ns, taken = message
+            for number in taken:
+                self._lent.pop((rank, number), None)
             op = unpack_op(packed, self._hybrid.groups_of(rank))
             nbytes = sum(spec.nbytes for spec in op.inputs)
             self._hybrid.enter(rank, ticket, op, Parcel(data, file, nbytes), issued_ns)
         elif name == "real":
             self._hybrid.note_real(rank, unpack_op(message[1], self._hybrid.groups_of(rank)))
+        elif name == "placed":
+            self._hybrid.note_place(rank, message[1])
+        elif name == "virtual":
+            _, number, packed, _ = message
+            op = unpack_op(packed, self._hybrid.groups_of(rank))
+            parcel = self._hybrid.share_for(rank, op)
+            answer = ("value", number, parcel.data, parcel.nbytes)
+            self._hybrid.outbox.append(Sent(rank, answer, parcel))
+        elif name == "device":
+            self.devices[rank] = DeviceSummary(*message[1])
+            self._hybrid.note_followed(rank, message[2], message[3])
         elif name == "step":
             self.marks.append(StepMark(*message[1]))
         elif name == "over":
@@ -113,6 +134,11 @@ class Hub(Service):
             self.moved.append(MovedSummary(*message[1]))
         else:
             super()._handle(rank, message, file)
+
+    def _deliver(self, sent: Sent) -> None:
+        if sent.parcel is not None and sent.parcel.files is not None:
+            self._lent[sent.rank, sent.message[1]] = sent.parcel
+        super()._deliver(sent)
 
     def _cost_ns(self, op: Op, plays: bool) -> int:
         if self.costs is None:

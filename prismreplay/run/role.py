@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from prismreplay.collect.client import CollectRole, Connection, fill
-from prismreplay.collect.handover import Parcel, ParcelWriter, Place, Span
+from prismreplay.collect.handover import Files, Parcel, ParcelWriter, Place, Span
 from prismreplay.collect.messages import pack_op
 from prismreplay.run.clock import RunClock
 from prismreplay.run.contention import Contention
@@ -30,6 +30,9 @@ from prismreplay.runtime.roles import Pending
 __all__ = ["SandboxRole"]
 
 Tensor = Any
+
+_PASSED_ON = (Call.SEND, Call.BROADCAST)
+"""Other ranks get the very bytes of these, perhaps later than the one that gave them goes on."""
 
 
 class SandboxRole(CollectRole):
@@ -79,6 +82,10 @@ class SandboxRole(CollectRole):
         self._real: set[str] = set()
         self.contention = Contention()
         self._contends = contends
+        self.files = Files(place)
+        """What this rank gave and the hub is done with."""
+        self.taken: list[int] = []
+        """Answers that this rank has taken the results of, as the hub does not know yet."""
         self._costs: dict[Hashable, int] = {}
 
     def make_real_group(self, group: Group, backends: dict[str, str]) -> Any:
@@ -138,7 +145,8 @@ class SandboxRole(CollectRole):
                 self._connection.tell(("real", pack_op(op, self._step())))
             self.clock.handed_over(time.monotonic_ns() - begun)
             return _RealPending(self, op, token, issued_ns, call)
-        writer = ParcelWriter(self._place)
+        files = None if op.call in _PASSED_ON else self.files
+        writer = ParcelWriter(self._place, files, sum(spec.nbytes for spec in op.inputs))
         for tensor in inputs:
             writer.put_tensor(tensor)
         parcel = writer.finish()
@@ -147,13 +155,16 @@ class SandboxRole(CollectRole):
             self._tickets += 1
             ticket = self._tickets
             packed = pack_op(op, self._step())
-            self._connection.tell(("enter", ticket, packed, parcel.data, issued_ns), parcel.file)
-        parcel.close()
+            taken, self.taken = tuple(self.taken), []
+            message = ("enter", ticket, packed, parcel.data, issued_ns, taken)
+            self._connection.tell(message, parcel.file)
+        if files is None:
+            parcel.close()
         small = self._small.start(op, ticket, outputs, self.clock.debt_ns)
         if self._contends:
             self.contention.begin(ticket, self._cost_ns(op, small is not None))
         self.clock.handed_over(time.monotonic_ns() - begun)
-        return _HubPending(self, ticket, token, outputs, small)
+        return _HubPending(self, ticket, token, outputs, small, parcel)
 
     def _cost_ns(self, op: Op, plays: bool) -> int:
         """Processor time of an operation, less what a small group takes for it if one `plays`."""
@@ -174,6 +185,7 @@ class _HubPending:
         token: int,
         outputs: Sequence[Tensor],
         small: SmallWork | None,
+        given: Parcel,
     ) -> None:
         self.source: int | None = None
         self._role = role
@@ -181,6 +193,7 @@ class _HubPending:
         self._token = token
         self._outputs: Sequence[Tensor] | None = outputs
         self._small = small
+        self._given = given
         self._arrived_ns = self._end_ns = 0
         self._end_is_known = False
         self._waited = False
@@ -222,7 +235,11 @@ class _HubPending:
         if self._outputs is None:
             return
         answer, file = self._role.connection.ask("wait", self._ticket)
-        _, _, data, nbytes, spans, self.source, self._arrived_ns, self._end_ns, ready_ns = answer
+        number, data, nbytes, spans, self.source, *times = answer[1:]
+        self._arrived_ns, self._end_ns, ready_ns = times
+        # The hub has made the result, so it is done with what this rank gave.
+        self._given.files = self._role.files
+        self._given.close()
         self._end_is_known = ready_ns is None
         if self._small is not None:
             # Its results are overwritten, its time counts where nothing better is known.
@@ -243,6 +260,8 @@ class _HubPending:
                 fill(output, parcel, Span(*span))
         parcel.close()
         self._outputs = None
+        if file is not None:
+            self._role.taken.append(number)
 
 
 class _RealPending:

@@ -14,7 +14,7 @@ from typing import Any
 from prismreplay.collect import stale
 from prismreplay.collect.collecting import limit_of_open_files, run_folder, uninterrupted
 from prismreplay.collect.executor import Executor
-from prismreplay.collect.handover import Parcel, Place
+from prismreplay.collect.handover import Files, Parcel, Place
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.messages import Channel
 from prismreplay.collect.pool import Job, Observed, RankProcess, preload, start_rank
@@ -98,7 +98,7 @@ class RunOptions:
     slice: SliceInfo | None = None
     real_groups: bool = True
     spins: tuple[Spin, ...] = ()
-    prefetch_bytes: int = 256 << 20
+    prefetch_bytes: int = 1 << 30
     assistants: int = 0
     comm_table: Path | None = None
 
@@ -264,15 +264,16 @@ class _Run:
                 self._folder, [*(one.pid for one in ranks), *(one.pid for one in assistants)]
             )
         finally:
+            place = self._job.place
             self.coordinator = HybridCoordinator(
-                sandbox, self._job.world_size, Executor(self._job.place)
+                sandbox, self._job.world_size, Executor(place, files=Files(place))
             )
             self.hub = Hub(
                 self.coordinator, ranks, self._logs, self._ledger, self._ticker(progress)
             )
             self.hub.watch_output(pipes)
-            place = self._job.place if self._options.check is not None else None
-            helpers = Assistants(assistants, sandbox, self._ledger, place)
+            checks = self._options.check is not None
+            helpers = Assistants(assistants, sandbox, self._ledger, place if checks else None)
             if assistants:
                 self.hub.employ(helpers)
             try:

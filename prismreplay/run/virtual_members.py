@@ -52,8 +52,8 @@ class VirtualMembers:
     def read_ahead(self, graph: Trace, sandbox: Sequence[int], most_bytes: int) -> None:
         """Begin to read what the operations of sandbox ranks need, in the graph's order."""
         for recording in self.recordings:
-            order = needed(graph, sandbox, recording)
-            recording.ahead = Prefetcher(recording.load, order, most_bytes)
+            needs = needed(graph, sandbox, recording)
+            recording.ahead = Prefetcher(recording.load, needs.once, most_bytes, needs.again)
             self._prefetchers.append(recording.ahead)
             recording.ahead.start()
 

@@ -128,8 +128,11 @@ class RecordingSupplier:
             found = self.recorded.entries(rank, group, seq)
         else:
             found = self.recorded.sent_entries(group, rank, receiver, seq)
-        parcel = _parcel([self.recorded.read(entry) for entry in found], self._place)
-        return Contribution(found, parcel)
+        tensors = [self.recorded.read(entry) for entry in found]
+        if receiver is not None or found[0].call is Call.BROADCAST:
+            # Ranks get it as it is.
+            return Contribution(found, _parcel(tensors, self._place))
+        return Contribution(found, Parcel.holding(tensors))
 
     def _given(self, wanted: Wanted) -> Contribution:
         return self.load(wanted) if self.ahead is None else self.ahead.take(wanted)

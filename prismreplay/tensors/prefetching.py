@@ -3,7 +3,8 @@
 A thread goes through the operations of the sandbox ranks' graphs in their order and reads what the
 recording holds of their virtual members, until the pool is full; each operation takes its part
 out. What is not there in time is read at once, and counted. What the program leaves out
-makes room when later operations need it.
+makes room when later operations need it. What is needed again and again is kept, where it fits, else it
+is read again ahead of its next use.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class Prefetcher:
         load: reads one.
         order: what will be needed, operation by operation.
         most_bytes: that the pool holds; one operation may be larger.
+        again: what may then be needed over and over, in this order; up to half of the pool is for
+            keeping it.
     """
 
     def __init__(
@@ -61,9 +64,14 @@ class Prefetcher:
         load: Callable[[Wanted], Contribution],
         order: Iterable[Sequence[Wanted]],
         most_bytes: int,
+        again: Sequence[Sequence[Wanted]] = (),
     ) -> None:
         self._load = load
         self._order: Iterator[Sequence[Wanted]] = iter(order)
+        self._again = again
+        self._recurring = frozenset(wanted for operation in again for wanted in operation)
+        self._kept: dict[Wanted, Contribution] = {}
+        self._kept_bytes = 0
         self._most_bytes = most_bytes
         self._pool: OrderedDict[Wanted, tuple[int, Contribution]] = OrderedDict()
         self._taken: set[Wanted] = set()
@@ -86,6 +94,16 @@ class Prefetcher:
             self._thread.join(timeout=5)
         return PrefetchReport(self._hits, self._misses, self._evicted, self._read, self._peak)
 
+    @property
+    def reads(self) -> bool:
+        """Whether there is, or may be, something left to read."""
+        return self._thread.is_alive()
+
+    def holds(self, wanted: Wanted) -> bool:
+        """Whether it has been read already."""
+        with self._changed:
+            return wanted in self._kept or wanted in self._pool
+
     def take(self, wanted: Wanted) -> Contribution:
         """A contribution, read ahead or now.
 
@@ -93,6 +111,10 @@ class Prefetcher:
             TensorRecordingError: it is not recorded, or damaged.
         """
         with self._changed:
+            kept = self._kept.get(wanted)
+            if kept is not None:
+                self._hits += 1
+                return kept
             found = self._pool.pop(wanted, None)
             if found is not None:
                 place, contribution = found
@@ -107,11 +129,23 @@ class Prefetcher:
         contribution = self._load(wanted)
         with self._changed:
             self._read += contribution.parcel.nbytes
+            self._keep(wanted, contribution)
         return contribution
+
+    def _keep(self, wanted: Wanted, contribution: Contribution) -> bool:
+        """Keep what will be needed again, if there is room."""
+        nbytes = contribution.parcel.nbytes
+        if wanted not in self._recurring or self._kept_bytes + nbytes > self._most_bytes // 2:
+            return False
+        if wanted not in self._kept:
+            self._kept[wanted] = contribution
+            self._kept_bytes += nbytes
+            self._peak = max(self._peak, self._bytes + self._kept_bytes)
+        return True
 
     def _make_room(self, place: int) -> None:
         """Operations before this one were left out, if the pool is full."""
-        if self._bytes < self._most_bytes:
+        if self._bytes + self._kept_bytes < self._most_bytes:
             return
         for wanted, (other, contribution) in list(self._pool.items()):
             if other >= place - 1:
@@ -122,37 +156,58 @@ class Prefetcher:
 
     def _drop_oldest(self) -> None:
         """What is needed is not in a full pool: what fills it was left out."""
-        if self._bytes < self._most_bytes or not self._pool:
+        if self._bytes + self._kept_bytes < self._most_bytes or not self._pool:
             return
         oldest = next(iter(self._pool.values()))[0]
         self._make_room(oldest + 2)
         self._changed.notify_all()
 
     def _run(self) -> None:
-        for place, operation in enumerate(self._order):
+        for place, operation in enumerate(self._in_order()):
             for wanted in operation:
                 if not self._read_one(place, wanted):
                     return
 
+    def _in_order(self) -> Iterator[Sequence[Wanted]]:
+        yield from self._order
+        while self._await_next_round():
+            yield from self._again
+
+    def _await_next_round(self) -> bool:
+        """Until something is gone that will be needed again; False when nothing is to be read."""
+        with self._changed:
+            while not self._over and not self._recurring.issubset(self._kept):
+                if any(one not in self._kept and one not in self._pool for one in self._recurring):
+                    return True
+                self._changed.wait()
+        return False
+
     def _read_one(self, place: int, wanted: Wanted) -> bool:
         with self._changed:
-            while self._bytes >= self._most_bytes and not self._over:
+            while self._bytes + self._kept_bytes >= self._most_bytes and not self._over:
                 self._changed.wait()
             if self._over:
                 return False
             if wanted in self._taken:
                 self._taken.discard(wanted)
                 return True
+            if wanted in self._kept or wanted in self._pool:
+                return True
         try:
             contribution = self._load(wanted)
         except Exception:  # noqa: BLE001  whoever needs it is told, with its operation
+            with self._changed:
+                self._recurring -= {wanted}
             return True
         with self._changed:
             self._read += contribution.parcel.nbytes
+            if self._keep(wanted, contribution):
+                self._taken.discard(wanted)
+                return True
             if wanted in self._taken:
                 self._taken.discard(wanted)
                 return True
             self._pool[wanted] = (place, contribution)
             self._bytes += contribution.parcel.nbytes
-            self._peak = max(self._peak, self._bytes)
+            self._peak = max(self._peak, self._bytes + self._kept_bytes)
         return True

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from prismreplay.collect.handover import INLINE_BYTES, Parcel, ParcelWriter, Place, Span
+from prismreplay.collect.handover import (
+    INLINE_BYTES,
+    Files,
+    Parcel,
+    ParcelWriter,
+    Place,
+    Span,
+)
 from prismreplay.collect.messages import Channel, pack_op, unpack_op
 from prismreplay.errors import HandoverError
 from prismreplay.runtime.operations import Call
@@ -131,3 +138,40 @@ def test_operations_travel_without_their_group() -> None:
     assert back == op
     assert back.group is op.group
     assert back.site == "a.py:3"
+
+
+def test_files_are_used_again_when_all_are_done_with_them() -> None:
+    before = open_files()
+    files = Files(Place(), most_bytes=100_000)
+    numbers = []
+    for size in (40_000, 20_000, 30_000):
+        writer = ParcelWriter(Place(), files, size)
+        writer.put(bytes([size // 10_000]) * size)
+        parcel = writer.finish()
+        numbers.append(parcel.file)
+        assert os.fstat(parcel.file or 0).st_size == size  # nothing is left of what was there
+        assert parcel.tensors([spec_of(torch.zeros(size, dtype=torch.uint8))])[0].unique() == (
+            size // 10_000
+        )
+        parcel.files = files
+        parcel.close()
+    assert len(set(numbers)) == 1
+    assert open_files() == before + 1
+    files.give(Place().open(), 90_000)  # too much: the smaller one goes
+    assert open_files() == before + 1
+    del files, parcel, writer
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_tensors_that_stay_in_this_process_are_not_copied(count: int) -> None:
+    tensors = [torch.arange(10, dtype=torch.int32) + number for number in range(count)]
+    parcel = Parcel.holding(tensors)
+    assert parcel.nbytes == 40 * count
+    for number, tensor in enumerate(tensors):
+        assert torch.equal(parcel.view(40 * number + 8, 5, torch.int32), tensor[2:7])
+        assert torch.equal(parcel.part(40 * number, (2, 5), torch.int32), tensor.reshape(2, 5))
+    if count == 1:
+        assert parcel.view(0, 10, torch.int32).data_ptr() == tensors[0].data_ptr()
+    if count:  # not where such elements can be
+        assert parcel.view(1, 1, torch.int32).item() == 1 << 24

@@ -78,3 +78,31 @@ def test_what_cannot_be_read_is_told_to_who_needs_it():
     with pytest.raises(TensorRecordingError, match="damaged"):
         ahead.take(Wanted(1, "0/0", -1))
     ahead.stop()
+
+
+@pytest.mark.parametrize("most_bytes", [100, 1_000])
+def test_what_is_needed_again_is_there_again(most_bytes):
+    disk = Disk()
+    last = operations(7)[4:]
+    ahead = Prefetcher(disk.load, operations(7), most_bytes, last)
+    ahead.start()
+    for operation in [*operations(7), *last * 20]:
+        for wanted in operation:
+            wait_until(lambda wanted=wanted: ahead.holds(wanted))
+            assert ahead.take(wanted).parcel.nbytes == 10
+    report = ahead.stop()
+    assert (report.hits, report.misses) == (14 + 6 * 20, 0)
+    assert report.peak_bytes <= most_bytes + 10
+    # Where there is room it is read only once.
+    assert (len(disk.reads) == 14) == (most_bytes == 1_000)
+
+
+def test_what_is_needed_again_and_damaged_is_not_tried_for_ever():
+    bad = [[Wanted(1, "0/0", -1)]]
+    ahead = Prefetcher(Disk().load, bad, 100, bad)
+    ahead.start()
+    for _ in range(2):
+        with pytest.raises(TensorRecordingError, match="damaged"):
+            ahead.take(Wanted(1, "0/0", -1))
+    wait_until(lambda: not ahead.reads)
+    ahead.stop()
