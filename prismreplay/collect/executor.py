@@ -7,11 +7,13 @@ several ranks get is written once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from prismreplay.collect.gloo_order import reduce_in_order
+from prismreplay.collect.gloo_order import Spread, reduce_in_order
 from prismreplay.collect.handover import (
     Files,
     Parcel,
@@ -35,21 +37,53 @@ Result = tuple[Parcel, list[Span | None]]
 """What a rank gets: bytes, and where in them each of its outputs is (None: stays as it is)."""
 
 _COPY_BYTES = 1 << 22
+_NEAR_BYTES = 1 << 26
+_WORTH_THREADS_BYTES = 1 << 22
+
+
+class _Output(ParcelWriter):
+    """Where results go. `spread` computes the parts of a reduction."""
+
+    spread: Spread = map
 
 
 class Executor:
     """Makes results in parcels at `place`, with a supplier's help if there is one.
 
     With `files` their files are taken from there and go back to it when they are closed: who sends
-    them keeps them until all receivers are done.
+    them keeps them until all receivers are done. With `threads`, so many reduce beside each other.
     """
 
     def __init__(
-        self, place: Place, supplier: Supplier | None = None, files: Files | None = None
+        self,
+        place: Place,
+        supplier: Supplier | None = None,
+        files: Files | None = None,
+        threads: int = 1,
     ) -> None:
         self._place = place
         self._supplier = supplier
         self._files = files
+        self._near: list[Tensor] = []
+        """Memory that inputs are read into, used again and again: fresh pages take their time."""
+        self._threads = threads
+        self._pool: ThreadPoolExecutor | None = None
+
+    def close(self) -> None:
+        """End its threads, if it has any."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def _spread(self, nbytes: int) -> Spread:
+        if self._threads < 2 or nbytes < _WORTH_THREADS_BYTES:
+            return map
+        if self._pool is None:
+            # Each of them reduces alone: torch's own threads would be too many together.
+            self._pool = ThreadPoolExecutor(
+                self._threads, "reduce", lambda: torch.set_num_threads(1)
+            )
+        return self._pool.map
 
     def supply(self, rank: int, op: Op, inputs: Parcel) -> Result | None:
         """What the supplier gives `rank` for `op`; None: it is to be performed."""
@@ -61,6 +95,23 @@ class Executor:
         writer = ParcelWriter(self._place)
         spans = [None if tensor is None else writer.put_tensor(tensor) for tensor in answer]
         return writer.finish(), spans
+
+    def _read(self, members: Sequence[Request]) -> Sequence[Request]:
+        """The members, with inputs that are not too many in memory until the next time."""
+        files = [one for one in members if one.inputs.file is not None]
+        if sum(one.inputs.nbytes for one in files) > _NEAR_BYTES:
+            return members
+        while len(self._near) < len(files):
+            self._near.append(torch.empty(0, dtype=torch.uint8))
+        here = {}
+        for number, one in enumerate(files):
+            nbytes = one.inputs.nbytes
+            if self._near[number].numel() < nbytes:
+                self._near[number] = torch.empty(nbytes, dtype=torch.uint8)
+            memory = self._near[number][:nbytes]
+            one.inputs.read_into(bytes_of(memory), 0)
+            here[one.rank] = replace(one, inputs=Parcel.holding([memory]))
+        return [here.get(one.rank, one) for one in members]
 
     def perform(self, members: Sequence[Request]) -> list[Result]:
         """The results of a collective, in the order of its members (group order).
@@ -75,10 +126,11 @@ class Executor:
             root = members[op.group.ranks.index(op.root or 0)]
             return [(root.inputs, list(_spans(root.op.inputs))) for _ in members]
         expected = max(sum(spec.nbytes for spec in specs) for specs in (op.inputs, op.outputs))
-        writer = ParcelWriter(self._place, self._files, expected)
+        writer = _Output(self._place, self._files, expected)
+        writer.spread = self._spread(expected)
         try:
             with torch.no_grad():
-                spans = _PERFORM[op.call](members, writer)
+                spans = _PERFORM[op.call](self._read(members), writer)
         except (RuntimeError, TypeError) as error:
             writer.discard()
             raise _refused(op, error) from error
@@ -113,7 +165,7 @@ def _spans(specs: Sequence[TensorSpec]) -> list[Span]:
     return spans
 
 
-def _copy(request: Request, span: Span, writer: ParcelWriter) -> Span:
+def _copy(request: Request, span: Span, writer: _Output) -> Span:
     """Append some bytes of a member's inputs."""
     if request.inputs.memory is not None:
         held = request.inputs.view(span.offset, span.nbytes, torch.uint8)
@@ -140,15 +192,23 @@ def _joined(spans: Sequence[Span]) -> Span:
 
 
 def _reduced(
-    members: Sequence[Request], first_byte: int, spec: TensorSpec, writer: ParcelWriter
+    members: Sequence[Request], first_byte: int, spec: TensorSpec, writer: _Output
 ) -> Span:
     """Append the reduction of the tensors that begin at `first_byte` of each member's inputs."""
     op = members[0].op
     dtype, itemsize = torch_dtype(spec), spec.dtype.itemsize
 
+    whole = [
+        None if one.inputs.memory is None else one.inputs.view(first_byte, spec.elements, dtype)
+        for one in members
+    ]
+
     def read(member: int, start: int, stop: int) -> Tensor:
+        there = whole[member]
+        if there is not None:
+            return there[start:stop]
         offset = first_byte + start * itemsize
-        return members[member].inputs.view(offset, stop - start, dtype)
+        return members[member].inputs.part(offset, (stop - start,), dtype)
 
     parts = reduce_in_order(
         read,
@@ -157,11 +217,12 @@ def _reduced(
         len(members),
         op.reduce_op or ReduceOp.SUM,
         op.premul_factor,
+        spread=writer.spread,
     )
     return _joined([writer.put_tensor(part) for part in parts])
 
 
-def _all_reduced(members: Sequence[Request], writer: ParcelWriter) -> list[Span]:
+def _all_reduced(members: Sequence[Request], writer: _Output) -> list[Span]:
     """The reduction of all inputs; of the same type, they are reduced as one, as gloo does."""
     specs = members[0].op.inputs
     if len({spec.dtype for spec in specs}) == 1:
@@ -175,21 +236,21 @@ def _all_reduced(members: Sequence[Request], writer: ParcelWriter) -> list[Span]
     ]
 
 
-def _all_reduce(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+def _all_reduce(members: Sequence[Request], writer: _Output) -> Spans:
     return [_all_reduced(members, writer)] * len(members)
 
 
-def _reduce(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+def _reduce(members: Sequence[Request], writer: _Output) -> Spans:
     spans = _all_reduced(members, writer)
     return [spans if request.rank == request.op.root else [] for request in members]
 
 
-def _reduce_scatter(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+def _reduce_scatter(members: Sequence[Request], writer: _Output) -> Spans:
     """N tensors a member, the i-th of which is reduced for member i; apart, as gloo does."""
     return [[span] for span in _each_reduced(members, writer)]
 
 
-def _each_reduced(members: Sequence[Request], writer: ParcelWriter) -> list[Span]:
+def _each_reduced(members: Sequence[Request], writer: _Output) -> list[Span]:
     specs = members[0].op.inputs
     return [
         _reduced(members, place.offset, spec, writer)
@@ -197,7 +258,7 @@ def _each_reduced(members: Sequence[Request], writer: ParcelWriter) -> list[Span
     ]
 
 
-def _reduce_scatter_single(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+def _reduce_scatter_single(members: Sequence[Request], writer: _Output) -> Spans:
     """Each input is reduced whole; member i gets the i-th N-th of it."""
     spans = _each_reduced(members, writer)
     size = len(members)
@@ -210,7 +271,7 @@ def _reduce_scatter_single(members: Sequence[Request], writer: ParcelWriter) -> 
 # --- moving data -----------------------------------------------------------------------
 
 
-def _all_gather(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+def _all_gather(members: Sequence[Request], writer: _Output) -> Spans:
     spans = [
         _copy(request, _spans(request.op.inputs)[which], writer)
         for which in range(len(members[0].op.inputs))
@@ -219,24 +280,24 @@ def _all_gather(members: Sequence[Request], writer: ParcelWriter) -> Spans:
     return [spans] * len(members)
 
 
-def _all_gather_single(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+def _all_gather_single(members: Sequence[Request], writer: _Output) -> Spans:
     size = len(members)
     pieces = _all_gather(members, writer)[0]
     joined = [_joined(pieces[start : start + size]) for start in range(0, len(pieces), size)]
     return [joined] * size
 
 
-def _gather(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+def _gather(members: Sequence[Request], writer: _Output) -> Spans:
     spans = [_copy(request, Span(0, request.inputs.nbytes), writer) for request in members]
     return [spans if request.rank == request.op.root else [] for request in members]
 
 
-def _scatter(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+def _scatter(members: Sequence[Request], writer: _Output) -> Spans:
     root = next(request for request in members if request.rank == request.op.root)
     return [[_copy(root, span, writer)] for span in _spans(root.op.inputs)]
 
 
-def _all_to_all(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+def _all_to_all(members: Sequence[Request], writer: _Output) -> Spans:
     """N tensors a member; those for one receiver are written end to end."""
     return [
         [_copy(request, _spans(request.op.inputs)[place], writer) for request in members]
@@ -244,7 +305,7 @@ def _all_to_all(members: Sequence[Request], writer: ParcelWriter) -> Spans:
     ]
 
 
-def _all_to_all_single(members: Sequence[Request], writer: ParcelWriter) -> Spans:
+def _all_to_all_single(members: Sequence[Request], writer: _Output) -> Spans:
     """One tensor a member, cut along its first dimension."""
     cuts = [_row_spans(request.op, len(members)) for request in members]
     return [
@@ -272,11 +333,11 @@ def _row_spans(op: Op, size: int) -> list[Span]:
     return spans
 
 
-def _barrier(members: Sequence[Request], writer: ParcelWriter) -> Spans:  # noqa: ARG001
+def _barrier(members: Sequence[Request], writer: _Output) -> Spans:  # noqa: ARG001
     return [[] for _ in members]
 
 
-_PERFORM: dict[Call, Callable[[Sequence[Request], ParcelWriter], Spans]] = {
+_PERFORM: dict[Call, Callable[[Sequence[Request], _Output], Spans]] = {
     Call.ALL_REDUCE: _all_reduce,
     Call.REDUCE: _reduce,
     Call.ALL_GATHER: _all_gather,

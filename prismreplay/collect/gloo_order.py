@@ -9,14 +9,14 @@ the left. Its reduce works alike. Neither the machine nor the timing takes part 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from prismtrace.schema import ReduceOp
 
-__all__ = ["FOLD_ORDER", "Chunk", "chunks", "reduce_in_order"]
+__all__ = ["FOLD_ORDER", "Chunk", "Spread", "chunks", "reduce_in_order"]
 
 Tensor = Any
 
@@ -94,6 +94,10 @@ _FOLDS: dict[ReduceOp, Callable[[Tensor, Tensor], object]] = {
 }
 
 
+Spread = Callable[[Callable[[Chunk], Tensor], Iterable[Chunk]], Iterable[Tensor]]
+"""As `map`, perhaps in several threads."""
+
+
 def reduce_in_order(
     read: Callable[[int, int, int], Tensor],
     elements: int,
@@ -101,6 +105,8 @@ def reduce_in_order(
     size: int,
     op: ReduceOp,
     factor: float | None = None,
+    *,
+    spread: Spread = map,
 ) -> Iterator[Tensor]:
     """The reduced tensor, chunk by chunk.
 
@@ -111,10 +117,26 @@ def reduce_in_order(
         size: members of the group.
         op: reduction; AVG divides the sum by `size`, in whole numbers towards zero.
         factor: of PREMUL_SUM: every input is multiplied with it first.
+        spread: computes chunks, whose results do not depend on each other.
     """
+
+    def reduced(chunk: Chunk) -> Tensor:
+        return _fold_chunk(read, chunk, op, factor, size)
+
+    yield from spread(reduced, chunks(elements, itemsize, size))
+
+
+def _fold_chunk(
+    read: Callable[[int, int, int], Tensor],
+    chunk: Chunk,
+    op: ReduceOp,
+    factor: float | None,
+    size: int,
+) -> Tensor:
     fold = _FOLDS[op]
-    for chunk in chunks(elements, itemsize, size):
-        total: Tensor = None
+    total: Tensor = None
+    # Said anew in each thread, as each has a state of its own.
+    with torch.no_grad():
         for member in chunk.members:
             part = read(member, chunk.start, chunk.stop)
             if op is ReduceOp.PREMUL_SUM and factor is not None:
@@ -128,4 +150,4 @@ def reduce_in_order(
                 total.div_(size)
             else:
                 total = torch.div(total, size, rounding_mode="trunc")
-        yield total
+    return total

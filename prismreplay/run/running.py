@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -48,6 +49,9 @@ from prismtrace.schema import SliceInfo, TraceHeader, TraceKind
 from prismtrace.trace import Trace
 
 __all__ = ["RunOptions", "RunOutcome", "Timing", "observe_rank", "run_sandbox"]
+
+_MOST_THREADS = 4
+"""That reduce beside each other; memory is not faster for more."""
 
 
 @dataclass(frozen=True)
@@ -265,9 +269,8 @@ class _Run:
             )
         finally:
             place = self._job.place
-            self.coordinator = HybridCoordinator(
-                sandbox, self._job.world_size, Executor(place, files=Files(place))
-            )
+            executor = Executor(place, files=Files(place), threads=self._spare_cores())
+            self.coordinator = HybridCoordinator(sandbox, self._job.world_size, executor)
             self.hub = Hub(
                 self.coordinator, ranks, self._logs, self._ledger, self._ticker(progress)
             )
@@ -282,6 +285,7 @@ class _Run:
             finally:
                 with uninterrupted():
                     helpers.stop()
+                    executor.close()
 
     def _run_ranks(self, timing: Callable[[], Timing], *, complete: bool) -> None:
         import torch
@@ -321,6 +325,12 @@ class _Run:
             raise
         with uninterrupted():
             self.hub.stop()
+
+    def _spare_cores(self) -> int:
+        """Cores of which neither ranks nor assistants, nor the thread that hears them, has need."""
+        cores = len(os.sched_getaffinity(0))
+        taken = len(self._options.sandbox) + self._options.assistants + 1
+        return min(_MOST_THREADS, cores - taken)
 
     def _serve_store(self) -> object:
         here = [rank for rank in self._options.sandbox if rank not in self.proxies]
