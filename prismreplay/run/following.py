@@ -23,7 +23,7 @@ from prismtrace.schema import LOCAL_KINDS, DType, ProcessGroup
 from prismtrace.spool import TAG
 from prismtrace.trace import Trace
 
-__all__ = ["GraphFollower", "Placed", "followers_of"]
+__all__ = ["Followed", "GraphFollower", "Placed", "followers_of"]
 
 _AFTER = -1
 _UNEVEN = (
@@ -107,6 +107,14 @@ class _Channel:
             self.after = number + 1 - self.last[1]
         else:
             self.done += 1
+
+
+class Followed(NamedTuple):
+    """How a rank has followed its graph; see `GraphFollower` for the numbers."""
+
+    repeated: int
+    missing: int
+    resized: int
 
 
 @dataclass

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prismreplay.collect.coordinator import Coordinator, Performer, Question, Sent
-from prismreplay.collect.handover import Parcel
+from prismreplay.collect.handover import Parcel, Place
 from prismreplay.collect.key_value import NotYet, StoreFailure
 from prismreplay.collect.matching import Request
 from prismreplay.errors import DeadlockError
 from prismreplay.plan import PlannedWorld
 from prismreplay.run.assistants import Assistants
-from prismreplay.run.following import GraphFollower, Placed
+from prismreplay.run.device_shares import share_of
+from prismreplay.run.following import Followed, GraphFollower, Placed
 from prismreplay.run.timekeeping import Entry, Released, Timekeeper
 from prismreplay.run.virtual_members import VirtualMembers
 from prismreplay.runtime.operations import Call, Op
@@ -43,14 +44,16 @@ class World:
         keeper: when operations end.
         planned: when virtual ranks arrive; None: they are always there.
         store: what virtual ranks did with the key-value store; None: nobody knows.
+        place: where tensors are kept on their way.
         check: called with each operation of a sandbox rank, its place, and its inputs.
     """
 
-    followers: Mapping[int, GraphFollower]
+    followers: Mapping[int, GraphFollower | Followed]
     members: VirtualMembers
     keeper: Timekeeper
     planned: PlannedWorld | None = None
     store: StoreReplay | None = None
+    place: Place = field(default_factory=Place)
     check: Callable[[int, Op, Placed, Parcel], None] | None = None
 
 
@@ -100,6 +103,7 @@ class HybridCoordinator(Coordinator):
         self._open: dict[tuple[int, int], _Open] = {}
         self._barriers: set[str] = set()
         self._ends: dict[tuple[int, int], Released] = {}
+        self._places: dict[int, Placed] = {}
         self._world: World
         self.assistants: Assistants | None = None
         """Who play virtual members in real groups, if anybody does."""
@@ -117,7 +121,7 @@ class HybridCoordinator(Coordinator):
             TensorRulesError, TensorRecordingError: what virtual ranks contribute.
         """
         world = self._world
-        placed, issued = world.followers[rank].place(op), op
+        placed, issued = self._place(rank, op), op
         if op.call is Call.RECV and op.peer is None:
             # Whoever sent in the graph sends here.
             op = replace(op, peer=placed.peer, seq=placed.data_seq)
@@ -135,7 +139,51 @@ class HybridCoordinator(Coordinator):
         Raises:
             PlanError: the graph has no such operation.
         """
-        self._note_use(op, self._world.followers[rank].place(op)).real_operations += 1
+        self._note_use(op, self._place(rank, op)).real_operations += 1
+
+    def note_place(self, rank: int, placed: Placed) -> None:
+        """Where the next operation is that a rank issues which follows its graph itself."""
+        self._places[rank] = placed
+
+    def share_for(self, rank: int, op: Op) -> Parcel:
+        """What virtual members give a rank that computes results itself.
+
+        Raises:
+            TensorRulesError, TensorRecordingError: what virtual ranks contribute.
+        """
+        virtual = [place for place, one in enumerate(op.group.ranks) if one in self._virtual]
+        self.counts.supplied += 1
+        return share_of(self._world.members, rank, op, virtual, self._world.place)
+
+    def note_followed(
+        self, rank: int, followed: Sequence[int], uses: Sequence[Sequence[Any]]
+    ) -> None:
+        """What a rank that follows its graph itself has told at its end.
+
+        Args:
+            rank: global rank.
+            followed: a `Followed`.
+            uses: keys of groups, each with the fields of a `GroupUse`.
+        """
+        self._world.followers = {**self._world.followers, rank: Followed(*followed)}
+        for key, *fields in uses:
+            use = GroupUse(*fields)
+            known = self.uses.get(key)
+            if known is None:
+                self.uses[key] = use
+                continue
+            known.operations += use.operations
+            known.real_operations += use.real_operations
+            known.nbytes += use.nbytes
+            known.transfer_sources.update(use.transfer_sources)
+
+    def _place(self, rank: int, op: Op) -> Placed:
+        placed = self._places.pop(rank, None)
+        follower = self._world.followers[rank]
+        if placed is not None or isinstance(follower, Followed):
+            assert placed is not None
+            return placed
+        return follower.place(op)
 
     def ask_store(
         self,

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Memory", "RankSummary", "StepMark"]
+__all__ = ["DeviceSummary", "Memory", "RankSummary", "StepMark"]
 
 _PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -44,6 +44,33 @@ class RankSummary(NamedTuple):
     debt_ns: int
     spun: int = 0
     contended_ns: int = 0
+
+
+class DeviceSummary(NamedTuple):
+    """A rank that computed on a GPU, at its end. Times in ns, sizes in bytes.
+
+    `operations` on the GPU took `issuing_ns` of the host; `mirrored` of them had nothing but the
+    rank's own numbers to go by; for `fetched` ones the hub was asked, which took `fetching_ns`.
+    `hold_*_ns` say by how much ends of operations were missed that lay ahead, `late` ones had passed
+    when the GPU got to them, by `late_ns` in all. Peaks are since the program last reset them;
+    `outside_bytes` of the GPU are the emulator's own, beside torch's.
+    """
+
+    rank: int
+    operations: int = 0
+    issuing_ns: int = 0
+    mirrored: int = 0
+    fetched: int = 0
+    fetching_ns: int = 0
+    holds: int = 0
+    hold_median_ns: int = 0
+    hold_p99_ns: int = 0
+    hold_worst_ns: int = 0
+    late: int = 0
+    late_ns: int = 0
+    peak_allocated_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    outside_bytes: int = 0
 
 
 class Memory:
