@@ -220,7 +220,8 @@ class Repeat:
     A *round* is one more execution of the last step: round 0 is the one in the graph.
 
     Attributes:
-        steps_before: int32[V], how many steps before the last one a vertex lies; 0 in the last.
+        steps_before: int32[V], how many steps before the last one a vertex lies: 0 in the last, -1
+            outside of all steps.
         successor: int32[V], the vertex that is the same operation one step later; -1 if none.
         period_ns: what a step takes in the graph.
     """
@@ -228,6 +229,19 @@ class Repeat:
     steps_before: Int32Array
     successor: Int32Array
     period_ns: int
+
+    def source(self, vertex: int, round_: int) -> Place | None:
+        """Where a source of the last step lies when that step is repeated; None: nowhere.
+
+        What lies s steps before the last one is, from round s on, that operation of the last step
+        s rounds earlier. What is in no step happened once.
+        """
+        while round_ and self.steps_before[vertex] > 0:
+            vertex = int(self.successor[vertex])
+            if vertex < 0:
+                return None
+            round_ -= 1
+        return vertex, 0 if self.steps_before[vertex] < 0 else round_
 
 
 @dataclass(eq=False)
@@ -318,6 +332,8 @@ class VirtualWorld:
                 latest = max(latest, weight + shift)
                 continue
             before = (source, 0) if round_ == 0 else self._canonical(source, round_)
+            if before is None:
+                continue
             there = ready.get(before)
             if there is not None:
                 if there + weight > latest:
@@ -328,16 +344,13 @@ class VirtualWorld:
                 return 0, [], before
         return latest, junctions, None
 
-    def _canonical(self, vertex: int, round_: int) -> Place:
+    def _canonical(self, vertex: int, round_: int) -> Place | None:
         """The place at which a source of a repeated step really was."""
-        if self.repeat is None or round_ == 0:
+        if self.repeat is None:
             return vertex, 0
         if self._is_junction[vertex]:
             return vertex, round_
-        while round_ and self.repeat.steps_before[vertex]:
-            vertex = int(self.repeat.successor[vertex])
-            round_ -= 1
-        return vertex, round_
+        return self.repeat.source(vertex, round_)
 
     def _settle(self, place: Place) -> list[tuple[Place, int]]:
         """Decide what can be decided now that all sandbox members are at a place."""

@@ -47,7 +47,7 @@ from prismtrace.reading import reading
 from prismtrace.schema import ProcessGroup, TraceKind
 from prismtrace.trace import Trace
 
-__all__ = ["OpKey", "Plan", "PlannedWorld", "compile_plan"]
+__all__ = ["Known", "OpKey", "Plan", "PlannedWorld", "compile_plan"]
 
 FORMAT = 1
 _METADATA_KEY = "prismreplay_plan"
@@ -296,7 +296,7 @@ def _operations_per_step(operations: pl.DataFrame) -> Counter[_Channel]:
     )
 
 
-class _Known(NamedTuple):
+class Known(NamedTuple):
     """Vertices of one operation on one sandbox rank, and its transfer."""
 
     arrival: int | None
@@ -332,7 +332,7 @@ class PlannedWorld:
 
     def transfer_ns(self, key: OpKey, rank: int, round_: int | None = None) -> int:
         """How long the operation takes a sandbox rank once all are there."""
-        return self._located(key, rank, round_)[0].transfer_ns
+        return self.located(key, rank, round_)[0].transfer_ns
 
     def forget(self, before_round: int) -> None:
         """Drop what happened in earlier repetitions than this one; see `VirtualWorld.forget`."""
@@ -348,7 +348,7 @@ class PlannedWorld:
         Raises:
             PlanError: the operation is no boundary operation, or the rank was there already.
         """
-        known, place = self._located(key, rank, round_)
+        known, place = self.located(key, rank, round_)
         settled = []
         for vertex in (known.arrival, known.ready):
             if vertex is not None:
@@ -357,13 +357,18 @@ class PlannedWorld:
 
     def ready_ns(self, key: OpKey, rank: int, round_: int | None = None) -> int | None:
         """When all that this rank waits for are there; None while that is not known."""
-        known, place = self._located(key, rank, round_)
+        known, place = self.located(key, rank, round_)
         if known.ready is None:
             # Nobody keeps this rank waiting: it is ready when it arrives.
             return None if known.arrival is None else self._world.ready_ns(known.arrival, place)
         return self._world.ready_ns(known.ready, place)
 
-    def _located(self, key: OpKey, rank: int, round_: int | None) -> tuple[_Known, int]:
+    def located(self, key: OpKey, rank: int, round_: int | None) -> tuple[Known, int]:
+        """An operation's vertices, and its round.
+
+        Raises:
+            PlanError: the operation is no boundary operation.
+        """
         found = self._find(key, rank, round_)
         if found is None:
             raise PlanError(
@@ -373,7 +378,7 @@ class PlannedWorld:
             )
         return found
 
-    def _find(self, key: OpKey, rank: int, round_: int | None) -> tuple[_Known, int] | None:
+    def _find(self, key: OpKey, rank: int, round_: int | None) -> tuple[Known, int] | None:
         if round_ is not None:
             known = self._known.get((key, rank))
             return None if known is None else (known, round_)
@@ -387,13 +392,13 @@ class PlannedWorld:
         return None if known is None else (known, round_)
 
 
-def _known(plan: Plan) -> Mapping[tuple[OpKey, int], _Known]:
-    known: dict[tuple[OpKey, int], _Known] = {}
+def _known(plan: Plan) -> Mapping[tuple[OpKey, int], Known]:
+    known: dict[tuple[OpKey, int], Known] = {}
     columns = ("vertex", "rank", "group", "seq", "src_rank", "dst_rank", "arrival", "transfer_ns")
     for vertex, rank, group, seq, src, dst, arrival, transfer in plan.operations.select(
         columns
     ).iter_rows():
         name = OpKey(group, seq, src, dst), rank
-        old = known.get(name, _Known(None, None, transfer or 0))
+        old = known.get(name, Known(None, None, transfer or 0))
         known[name] = old._replace(**{"arrival" if arrival else "ready": vertex})
     return known

@@ -51,6 +51,11 @@ class Kernel:
     def __init__(self, device: int, handle: Any, name: str) -> None:
         self._device, self._handle, self._name = device, handle, name
 
+    @property
+    def address(self) -> int:
+        """The driver's handle of it."""
+        return int(self._handle.handle)
+
     def launch(
         self,
         grid: tuple[int, ...],

@@ -1,0 +1,459 @@
+"""The plan on a device: operations end on their streams when they would on the cluster.
+
+An operation's kernel (`cuda/advance.cu`) notes when the stream gets there, finds out from a table
+of times when the virtual members arrive, and keeps one warp busy until the operation ends:
+
+    plan = DevicePlan(compiled_plan, rank)                  # prismreplay.run.device_plan
+    advancer = Advancer(plan.layout, describe=plan.describe)
+    advancer.begin(origin_ns)                               # CLOCK_MONOTONIC, as the hub says
+    program = plan.program(key, round_, queue=stream.stream_id)
+    ticket = advancer.launch(program, stream)               # arrival, wait, hold
+    ...
+    for one in advancer.records():                          # lazily, at a step's end, say
+        one.lateness_ns
+    advancer.check()                                        # raises: what did not arrive in time
+
+With something to do between arrival and hold (local compensation, which thereby hides in the
+transfer):
+
+    ticket = advancer.arrive(program, stream)
+    ...                                                     # kernels on the same stream
+    advancer.launch(program, stream, ticket=ticket)
+
+Without a plan (slices) `launch(None, stream)` notes times only. Nothing here synchronises, and no
+memory comes from torch's allocator. Without a device, `prismreplay.plugin.advance_simulation`
+does the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from prismreplay.errors import PluginError, PluginTimeoutError
+from prismreplay.plugin.advance_code import Code, Layout, Slot, Table, encode, slot_of_word
+from prismreplay.plugin.advance_simulation import Status
+from prismreplay.plugin.device import kernel, require_device
+from prismreplay.plugin.driver_memory import DriverMemory
+
+__all__ = ["Advance", "Advancer", "ClockPair", "Planned"]
+
+Stream = Any
+"""A torch.cuda.Stream, or the handle of one."""
+
+TAIL_NS = 1600
+"""From a hold's end to the start of the next kernel of the stream, on an H200."""
+STAMPED, OWES = 1, 2
+_NOTHING = encode((), ())
+_FIXED = struct.Struct("=16q")
+_PER_CALL = struct.Struct("=4q")
+_CALL_BYTES = _FIXED.size + _PER_CALL.size
+_CODE_WORDS = (64, 448)
+"""Codes up to so many words travel with the launch."""
+_SEEN_WORDS = 8
+_LANES = 32
+_ROOM_WORDS = 1 << 20
+_ANSWERING_NS = 10_000_000_000
+
+
+class Planned(Protocol):
+    """What is launched: a `prismreplay.run.device_plan.Program`."""
+
+    @property
+    def code(self) -> Code:
+        """What the device does; the same object, the same preparation."""
+
+    @property
+    def round_(self) -> int:
+        """In which repetition of the last step."""
+
+    @property
+    def transfer_ns(self) -> int:
+        """From when all are there to the end."""
+
+    @property
+    def label(self) -> str:
+        """Names the operation in messages."""
+
+
+class Advance(NamedTuple):
+    """How an operation went on the device. Times in ns since the run's beginning, less debts.
+
+    Attributes:
+        ticket: of `launch`.
+        began_ns: start of the kernel.
+        arrival_ns: when the stream got to the operation.
+        ready_ns: when all members were there.
+        end_ns: when it was to end.
+        ended_ns: when the stream's next kernel could start.
+        status: anything but DONE: it ended too early, and `missing` may say why.
+        missing: the slot that was waited for in vain.
+    """
+
+    ticket: int
+    began_ns: int
+    arrival_ns: int
+    ready_ns: int
+    end_ns: int
+    ended_ns: int
+    status: Status
+    missing: Slot | None
+
+    @property
+    def lateness_ns(self) -> int:
+        """By how much it ended after its time; a little below zero: before."""
+        return self.ended_ns - self.end_ns
+
+
+class ClockPair(NamedTuple):
+    """The device's clock showed `device_ns` when CLOCK_MONOTONIC was within `host_ns` ± `half_ns`."""
+
+    device_ns: int
+    host_ns: int
+    half_ns: int
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A code, ready to be launched: kernels, and the addresses of their arguments."""
+
+    advance: int
+    arrive: int
+    arguments: Any
+    keeps: Any
+
+
+class Advancer:
+    """Runs a sandbox rank's operations on one device.
+
+    Launches may come from several threads; their order on a stream is that of the calls.
+
+    Args:
+        layout: of the tables; None without a plan.
+        device: its number; by default the current one.
+        tail_ns: what the stream's next kernel takes to start after a hold; see `calibrate`.
+        limit_ns: longest wait for a slot, and longest hold.
+        kept: operations whose outcome is kept until it is read; a power of two.
+        shared: address of the memory that all sandbox ranks have in common (mapped by each, zeros
+            at first), `layout.slots(Table.SHARED)` words; None: there is only this rank.
+        describe: what a slot is, for messages: `DevicePlan.describe`.
+
+    Raises:
+        PluginUnavailableError: there is no such device.
+        PluginError: the driver refuses memory.
+    """
+
+    def __init__(
+        self,
+        layout: Layout | None = None,
+        *,
+        device: int | None = None,
+        tail_ns: int = TAIL_NS,
+        limit_ns: int = 60_000_000_000,
+        kept: int = 16384,
+        shared: int | None = None,
+        describe: Callable[[Slot, int], str] | None = None,
+    ) -> None:
+        if kept < 1 or kept & (kept - 1):
+            raise ValueError("kept is a power of two")
+        self.layout = layout or Layout(rounds=1, fixed=(1, 1), ring=(0, 0))
+        self.device = require_device(device)
+        self.tail_ns, self._limit_ns, self._kept = tail_ns, limit_ns, kept
+        self._describe = describe
+        self.memory = memory = DriverMemory(self.device)
+        words = self.layout.slots(Table.SHARED)
+        self._shared = (
+            memory.on_device(8 * words) if shared is None else memory.register(shared, 8 * words)
+        )
+        self._own = memory.on_device(8 * self.layout.slots(Table.OWN))
+        self._debt = memory.on_device(8)
+        self._stamps = memory.on_device(8 * kept)
+        self._seen_at, self._seen = memory.pinned(kept * _SEEN_WORDS)
+        self._seen = self._seen.reshape(kept, _SEEN_WORDS)
+        self._alarm_at, self._alarm = memory.pinned(8)
+        self._box = memory.pinned(8)
+        self._room = _ROOM_WORDS
+        self._room_at, self._words = memory.pinned(self._room)
+        self._call = ctypes.create_string_buffer(_CALL_BYTES)
+        self._driver_launch = memory.launcher()
+        self._lock = threading.Lock()
+        self._prepared: dict[Code, _Prepared] = {}
+        self._programs: list[Planned | None] = [None] * kept
+        self._next = 0
+        self._open: list[int] = []
+        """Launched, and not read yet."""
+        self.lost = 0
+        """Operations whose outcome was overwritten before it was read."""
+        self._origin_ns = 0
+        self._set_call()
+        self._load_kernels()
+
+    def begin(self, origin_ns: int, pair: ClockPair | None = None) -> None:
+        """Count times from here on since `origin_ns` of CLOCK_MONOTONIC.
+
+        Operations that were launched before keep the old count. Takes the two clocks' difference
+        from `pair`, by default a new one.
+        """
+        pair = pair or self.clock_pair()
+        self._origin_ns = origin_ns - pair.host_ns + pair.device_ns
+        with self._lock:
+            self._set_call()
+
+    def launch(
+        self,
+        program: Planned | None,
+        stream: Stream = None,
+        *,
+        transfer_ns: int | None = None,
+        ticket: int | None = None,
+        owes: bool = False,
+    ) -> int:
+        """Have a stream go through an operation: its arrival, the wait for all, the transfer.
+
+        Args:
+            program: of the plan; None: nobody else takes part.
+            stream: by default the current one of the device.
+            transfer_ns: in place of the plan's.
+            ticket: of `arrive`, if that has noted the arrival.
+            owes: if it ends late, all that the rank does later counts as so much earlier. For
+                operations that the whole program waits for.
+
+        Returns the ticket.
+
+        Raises:
+            PluginError: the driver refuses; an error of an earlier kernel also shows here.
+        """
+        if program is not None and transfer_ns is None:
+            transfer_ns = program.transfer_ns
+        flags = (0 if ticket is None else STAMPED) | (OWES if owes else 0)
+        return self._start(program, stream, transfer_ns or 0, ticket, flags, arrives=False)
+
+    def arrive(self, program: Planned | None, stream: Stream = None) -> int:
+        """Note that a stream gets to an operation; `launch` it on the same stream later."""
+        return self._start(program, stream, 0, None, 0, arrives=True)
+
+    def owe(self, begin: int, end: int, share: float, stream: Stream = None) -> None:
+        """Count a share of the time between two `arrive`s of the same stream as not spent.
+
+        A negative share counts it as spent in addition. For what the device does from here on.
+        """
+        at = [self._stamps + 8 * (ticket & (self._kept - 1)) for ticket in (begin, end)]
+        values = [ctypes.c_uint64(one) for one in (self._debt, *at)] + [ctypes.c_double(share)]
+        self._run("owe", 1, values, self._handle(stream))
+
+    def records(self) -> Iterator[Advance]:
+        """Operations that the device has finished since the last call, each once.
+
+        Reads memory of the host only.
+        """
+        with self._lock:
+            tickets, self._open = np.array(self._open, np.int64), []
+        written = self._seen[tickets & (self._kept - 1), 0]
+        done, lost = written == tickets + 1, written > tickets + 1
+        with self._lock:
+            self.lost += int(lost.sum())
+            self._open = tickets[~(done | lost)].tolist() + self._open
+        finished = tickets[done]
+        for row in self._seen[finished & (self._kept - 1)].tolist():
+            yield _advance(row)
+
+    def check(self) -> None:
+        """Raise if an operation gave up waiting; looks at memory of the host only.
+
+        Raises:
+            PluginTimeoutError: a slot was not written in time; says whose.
+            PluginError: a slot was overwritten.
+        """
+        failed = int(self._alarm[0])
+        if not failed:
+            return
+        at = (failed - 1) & (self._kept - 1)
+        one, program = _advance(self._seen[at].tolist()), self._programs[at]
+        name = "an operation" if program is None else f"the operation [{program.label}]"
+        what = "its end"
+        if one.missing is not None and program is not None and self._describe is not None:
+            what = self._describe(one.missing, program.round_)
+        if one.status is Status.OVERWRITTEN:
+            raise PluginError(
+                f"{name} needs {what}, whose time was overwritten by a later step's",
+                hint="operations of one stream are several steps behind those of another",
+            )
+        raise PluginTimeoutError(
+            f"{name} has waited {self._limit_ns / 1e9:g} s on the device for {what}",
+            where=f"device {self.device}",
+            hint="the program does something else than when it was collected, or a rank hangs",
+        )
+
+    def release(self) -> None:
+        """Let all operations go, those under way and later ones: somebody has failed."""
+        self._alarm[1] = 1
+
+    def clock_pair(self, tries: int = 200) -> ClockPair:
+        """The device's clock beside the host's: the narrowest of some questions and answers.
+
+        Raises:
+            PluginError: the device does not answer.
+        """
+        at, box = self._box
+        box[:] = 0
+        values = [ctypes.c_uint64(one) for one in (at, tries, _ANSWERING_NS)]
+        now, best = time.monotonic_ns, ClockPair(0, 0, _ANSWERING_NS)
+        self._run("answer", 1, values, self.memory.stream)
+        deadline = now() + _ANSWERING_NS
+        for number in range(1, tries + 1):
+            asked = now()
+            box[0] = number
+            while box[2] != number:
+                if now() > deadline:
+                    raise PluginError(
+                        f"device {self.device} does not answer", hint="it is busy or hangs"
+                    )
+            half = (now() - asked) // 2
+            if half < best.half_ns:
+                best = ClockPair(int(box[1]), asked + half, half)
+        return best
+
+    def calibrate(self, repeats: int = 200) -> int:
+        """Measure `tail_ns` on a stream that nobody else uses, and use it from here on; waits."""
+        before, stream = self.tail_ns, self.memory.stream
+        self.tail_ns = 0
+        with self._lock:
+            self._set_call()
+        # The first hold lets launches get ahead: what is measured is the device, not the caller.
+        self.launch(None, stream, transfer_ns=20_000_000)
+        first = self._next
+        for _ in range(repeats):
+            self.launch(None, stream, transfer_ns=30_000)
+        self.memory.synchronize(stream)
+        with self._lock:
+            self._open = [one for one in self._open if one < first - 1]
+        rows = self._seen[np.arange(first, first + repeats) & (self._kept - 1)]
+        gaps = np.sort(rows[1:, 1] - rows[:-1, 5])
+        self.tail_ns = int(gaps[len(gaps) // 2]) if len(gaps) else before
+        with self._lock:
+            self._set_call()
+        return self.tail_ns
+
+    def close(self) -> None:
+        """Give all memory back, once the device has finished what was launched."""
+        self.release()
+        self.memory.close()
+
+    def _start(
+        self,
+        program: Planned | None,
+        stream: Stream,
+        transfer_ns: int,
+        ticket: int | None,
+        flags: int,
+        *,
+        arrives: bool,
+    ) -> int:
+        code = _NOTHING if program is None else program.code
+        prepared = self._prepared.get(code) or self._prepare(code)
+        handle = stream if type(stream) is int else self._handle(stream)
+        with self._lock:
+            if ticket is None:
+                ticket = self._next
+                self._next += 1
+            self._programs[ticket & (self._kept - 1)] = program
+            round_ = 0 if program is None else program.round_
+            _PER_CALL.pack_into(self._call, _FIXED.size, ticket, round_, transfer_ns, flags)
+            status = self._driver_launch(
+                prepared.arrive if arrives else prepared.advance,
+                1, 1, 1, 1 if arrives else _LANES, 1, 1, 0, handle, prepared.arguments, None,
+            )  # fmt: skip
+            if not arrives:
+                self._open.append(ticket)
+        if status:
+            raise _refused(status)
+        return ticket
+
+    def _handle(self, stream: Stream) -> int:
+        if stream is None:
+            import torch
+
+            return int(torch._C._cuda_getCurrentRawStream(self.device))  # noqa: SLF001
+        return stream if isinstance(stream, int) else int(stream.cuda_stream)
+
+    def _prepare(self, code: Code) -> _Prepared:
+        count, call = len(code.words), ctypes.addressof(self._call)
+        size = next((size for size in _CODE_WORDS if count <= size), None)
+        keeps: Any
+        if size is None:
+            keeps, name = ctypes.c_uint64(self._far(code)), "far"
+        else:
+            keeps, name = (ctypes.c_int64 * size)(*code.words.tolist()), str(size)
+        arguments = (ctypes.c_void_p * 2)(call, ctypes.addressof(keeps))
+        prepared = _Prepared(
+            advance=kernel("advance", f"advance_{name}", self.device).address,
+            arrive=kernel("advance", f"arrive_{name}", self.device).address,
+            arguments=arguments,
+            keeps=keeps,
+        )
+        self._prepared[code] = prepared
+        return prepared
+
+    def _far(self, code: Code) -> int:
+        """Where the device finds a long code. Memory is taken in large pieces, the first at once:
+        while the driver makes some, kernels may not start that others wait for.
+        """
+        count = len(code.words)
+        if self._room < count:
+            self._room = max(count, _ROOM_WORDS)
+            self._room_at, self._words = self.memory.pinned(self._room)
+        begin = len(self._words) - self._room
+        self._words[begin : begin + count] = code.words
+        self._room -= count
+        return self._room_at + 8 * begin
+
+    def _load_kernels(self) -> None:
+        """Run each kernel once: loading one later may have to wait for all that run."""
+        for size in (1, *_CODE_WORDS, _CODE_WORDS[-1] + 1):
+            code = Code(np.resize(_NOTHING.words, size), (), ())
+            prepared = self._prepare(code)
+            for entry, lanes in ((prepared.arrive, 1), (prepared.advance, _LANES)):
+                self._driver_launch(
+                    entry, 1, 1, 1, lanes, 1, 1, 0, self.memory.stream, prepared.arguments, None
+                )  # fmt: skip
+            del self._prepared[code]
+        self.memory.synchronize(self.memory.stream)
+        self._seen[:] = 0
+
+    def _set_call(self) -> None:
+        layout = self.layout
+        _FIXED.pack_into(
+            self._call,
+            0,
+            self._shared, self._own, self._seen_at, self._alarm_at, self._debt, self._stamps,
+            self._kept, *layout.fixed, *layout.ring, layout.rounds, layout.period_ns,
+            self._origin_ns, self._limit_ns, self.tail_ns,
+        )  # fmt: skip
+
+    def _run(self, entry: str, lanes: int, values: list[Any], stream: int) -> None:
+        """Launch a kernel that is not on any hot path."""
+        arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(one) for one in values))
+        handle = kernel("advance", entry, self.device).address
+        status = self._driver_launch(handle, 1, 1, 1, lanes, 1, 1, 0, stream, arguments, None)
+        if status:
+            raise _refused(status)
+
+
+def _advance(row: list[int]) -> Advance:
+    ticket, began, arrival, ready, end, ended, status, missing = row
+    slot = slot_of_word(missing) if missing else None
+    return Advance(ticket - 1, began, arrival, ready, end, ended, Status(status), slot)
+
+
+def _refused(status: int) -> PluginError:
+    return PluginError(
+        f"an operation cannot be launched: cuLaunchKernel returned {status}",
+        hint="an error of an earlier kernel shows here, too; CUDA_LAUNCH_BLOCKING=1",
+    )
