@@ -127,18 +127,20 @@ def _by_id(
     """Instances by ``Comms Id``, else by ``Seq``; null when they are absent or contradict."""
     for attribute in ("comms_id", "seq"):
         name = attribute.replace("_", "-")
+        recorded: dict[int, Sequence[int | None]] = {
+            rank: getattr(matcher.ranks[rank], attribute) for rank in members
+        }
+        if any(recorded[rank][at] is None for rank, places in members.items() for at in places):
+            continue
         ids: dict[int, list[tuple[int | None, int]]] = {}
         for rank, positions in members.items():
-            recorded: Sequence[int | None] = getattr(matcher.ranks[rank], attribute)
             # Operations of a coalesced launch share a number and are told apart by their order.
             seen: Counter[int | None] = Counter()
             ids[rank] = []
             for position in positions:
-                value = recorded[position]
+                value = recorded[rank][position]
                 ids[rank].append((value, seen[value]))
                 seen[value] += 1
-        if any(value is None for entry in ids.values() for value, _ in entry):
-            continue
         order: dict[tuple[int | None, int], int] = {}
         for rank in sorted(ids):
             for entry in ids[rank]:

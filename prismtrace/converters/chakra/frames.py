@@ -12,9 +12,9 @@ from prismtrace.converters.chakra.nodes import INTEGERS, TEXTS, UNKNOWN, ChakraN
 from prismtrace.converters.chakra.wire import (
     LENGTH_DELIMITED,
     VARINT,
+    AllFields,
     Block,
     Bools,
-    Fields,
     Ints,
     Spans,
 )
@@ -22,18 +22,21 @@ from prismtrace.errors import InputFileError, SourceFormatError
 
 __all__ = ["Frames", "read_frames"]
 
-_BLOCK_BYTES = 4 << 20
+_BLOCK_BYTES = 2 << 20
 MOST_FRAME_BYTES = 64 << 20
 """Of one node. A length of gigabytes is damage, and would be waited for in memory."""
 
 # Fields of a node.
 _ID, _NAME, _TYPE, _CTRL, _DATA, _START, _DURATION, _INPUTS, _ATTRIBUTE = 1, 2, 3, 4, 5, 6, 7, 8, 10
 _OLD_ATTRIBUTE = 11
+_VERSION, _ABOUT = 1, 2  # of the message about the file
 _VALUES = 1  # of the inputs
 # Fields of an attribute that hold integers: plain ones, and those written in zigzag.
 _PLAIN = (7, 9, 11, 13, 27)
 _ZIGZAG = (15, 17)
 _BOOL_LIST, _STRING = 28, 29
+_INVOLVED = "involved_dim"
+_WANTED = (*INTEGERS, *TEXTS, _INVOLVED)
 _MOST_NAMES = 1 << 16
 _GROUP_NODE = b"## process_group:init ##"
 
@@ -47,6 +50,14 @@ class Frames:
     """Attributes of the file's metadata that are texts or integers."""
 
 
+class _Names(dict[bytes, str]):
+    """Names by their bytes. Few are different, so each is decoded once."""
+
+    def __missing__(self, text: bytes) -> str:
+        name = self[text] = text.decode(errors="replace")
+        return name
+
+
 @dataclass
 class _Reader:
     where: str
@@ -55,7 +66,7 @@ class _Reader:
     metadata: dict[str, int | str] = field(default_factory=dict)
     parts: list[ChakraNodes] = field(default_factory=list)
     frames: int = 0
-    names: dict[bytes, str] = field(default_factory=dict)
+    names: _Names = field(default_factory=_Names)
 
 
 def read_frames(
@@ -160,66 +171,61 @@ def _damaged(problem: str, where: str) -> InputFileError:
 def _take(reader: _Reader, block: Block, frames: Spans) -> bool:
     """Read the frames of a block; whether to go on."""
     found, bad = block.fields(frames)
-    if reader.frames == 0 and not bad[0] and _is_metadata(block, found.take(found.message == 0)):
-        attributes = found.take((found.message == 0) & (found.number == 2))
-        reader.metadata.update(_metadata(block, attributes))
-        rest = found.take(found.message > 0)
-        found = Fields(rest.message - 1, rest.number, rest.wire_type, rest.value, rest.begin)
-        frames, bad = frames.take(np.arange(1, len(frames))), bad[1:]
+    if reader.frames == 0 and not bad[0] and _is_metadata(block, found.of_messages(0, 1)):
+        reader.metadata.update(_metadata(block, found.of_messages(0, 1)))
+        found, bad = found.of_messages(1, len(frames)), bad[1:]
         reader.frames += 1
     _refuse_old(reader, block, found)
-    nodes, worse = _decode(reader, block, found, len(frames))
+    nodes, worse = _decode(reader, block, found, len(bad))
     bad = bad | worse
     if bad.any():
         first = int(np.argmax(bad))
         if not reader.recover:
             raise _damaged(f"frame {reader.frames + first} is no node", reader.where)
         reader.counts["dropped-unreadable"] += 1
-        kept = found.take(found.message < first)
-        nodes, _ = _decode(reader, block, kept, first)
+        nodes, _ = _decode(reader, block, found.of_messages(0, first), first)
     reader.frames += len(nodes)
     if len(nodes):
         reader.parts.append(nodes)
     return not bad.any()
 
 
-def _is_metadata(block: Block, fields: Fields) -> bool:
+def _is_metadata(block: Block, fields: AllFields) -> bool:
     """Whether the first frame is about the file: a version and attributes, nothing of a node."""
-    if not len(fields.number):
+    known = {number << 3 | LENGTH_DELIMITED for number in (_VERSION, _ABOUT)}
+    if not fields.tags or not fields.tags <= known:
         return False
-    if ((fields.number > 2) | (fields.wire_type != LENGTH_DELIMITED)).any():
-        return False
-    attributes = fields.of(2, LENGTH_DELIMITED)
     # A node of which only the name is written looks alike, but for what the name begins with.
-    _, bad = block.fields(attributes.spans)
+    _, bad = block.fields(fields.of(LENGTH_DELIMITED, _ABOUT).spans)
     return not bad.any()
 
 
-def _metadata(block: Block, attributes: Fields) -> dict[str, int | str]:
-    inner, _ = block.fields(attributes.spans)
+def _metadata(block: Block, fields: AllFields) -> dict[str, int | str]:
+    attributes = fields.of(LENGTH_DELIMITED, _ABOUT).spans
+    inner, _ = block.fields(attributes)
     found: dict[str, int | str] = {}
-    for position in range(len(attributes.number)):
-        mine = inner.take(inner.message == position)
-        names = block.texts(mine.of(1, LENGTH_DELIMITED).spans)
+    for position in range(len(attributes)):
+        mine = inner.of_messages(position, position + 1)
+        names = block.texts(mine.of(LENGTH_DELIMITED, 1).spans)
         if not names:
             continue
         name = names[0].decode(errors="replace")
-        for text in block.texts(mine.of(_STRING, LENGTH_DELIMITED).spans):
+        for text in block.texts(mine.of(LENGTH_DELIMITED, _STRING).spans):
             found[name] = text.decode(errors="replace")
         for number in _PLAIN:
-            for value in mine.of(number, VARINT).value.tolist():
+            for value in mine.of(VARINT, number).value.tolist():
                 found[name] = value
     return found
 
 
-def _refuse_old(reader: _Reader, block: Block, found: Fields) -> None:
+def _refuse_old(reader: _Reader, block: Block, found: AllFields) -> None:
     """Refuse what the first versions wrote: their numbers of collectives mean others today."""
-    old = found.of(_OLD_ATTRIBUTE, LENGTH_DELIMITED)
-    if not len(old.number):
+    old = found.of(LENGTH_DELIMITED, _OLD_ATTRIBUTE)
+    if not len(old.tag):
         return
     inner, bad = block.fields(old.spans)
-    typed = inner.of(2, VARINT).message
-    if bad.any() or len(np.unique(typed)) < len(old.number):
+    typed = inner.of(VARINT, 2).message
+    if bad.any() or len(np.unique(typed)) < len(old.tag):
         return
     raise SourceFormatError(
         "a Chakra trace of schema 0.0.1 to 0.0.3, whose numbers mean other things today",
@@ -228,7 +234,9 @@ def _refuse_old(reader: _Reader, block: Block, found: Fields) -> None:
     )
 
 
-def _decode(reader: _Reader, block: Block, found: Fields, count: int) -> tuple[ChakraNodes, Bools]:
+def _decode(
+    reader: _Reader, block: Block, found: AllFields, count: int
+) -> tuple[ChakraNodes, Bools]:
     """Columns of the nodes of a block, and which frames are none after all."""
     bad = np.zeros(count, dtype=np.bool_)
     nodes = ChakraNodes(
@@ -249,22 +257,20 @@ def _decode(reader: _Reader, block: Block, found: Fields, count: int) -> tuple[C
     return nodes, bad
 
 
-def _scalar(found: Fields, number: int, count: int) -> Ints:
+def _scalar(found: AllFields, number: int, count: int) -> Ints:
     column = np.zeros(count, dtype=np.int64)
-    mine = found.of(number, VARINT)
+    mine = found.of(VARINT, number)
     column[mine.message] = mine.value
     return column
 
 
-def _names(reader: _Reader, block: Block, found: Fields, count: int) -> list[str]:
-    """Names; few are different, so each is decoded once."""
-    mine = found.of(_NAME, LENGTH_DELIMITED)
+def _names(reader: _Reader, block: Block, found: AllFields, count: int) -> list[str]:
+    """Names of the nodes."""
+    mine = found.of(LENGTH_DELIMITED, _NAME)
     texts = block.texts(mine.spans)
     known = reader.names
     if len(known) > _MOST_NAMES:
         known.clear()
-    for text in set(texts).difference(known):
-        known[text] = text.decode(errors="replace")
     names = list(map(known.__getitem__, texts))
     if len(names) == count and (mine.message == np.arange(count)).all():
         return names
@@ -274,35 +280,36 @@ def _names(reader: _Reader, block: Block, found: Fields, count: int) -> list[str
     return column
 
 
-def _deps(block: Block, found: Fields, number: int) -> tuple[Ints, Ints, Ints]:
+def _deps(block: Block, found: AllFields, number: int) -> tuple[Ints, Ints, Ints]:
     """Node and value of each dependency, in the order of the nodes; and nodes with broken ones."""
-    lists = found.of(number, LENGTH_DELIMITED)
+    lists = found.of(LENGTH_DELIMITED, number)
     owner, values, bad = block.packed(lists.spans)
-    single = found.of(number, VARINT)
+    single = found.of(VARINT, number)
     owners = np.concatenate([lists.message[owner], single.message])
     deps = np.concatenate([values, single.value])
     order = np.argsort(owners, kind="stable")
     return owners[order], deps[order], lists.message[bad]
 
 
-def _attributes(block: Block, found: Fields, nodes: ChakraNodes) -> Ints:
+def _attributes(block: Block, found: AllFields, nodes: ChakraNodes) -> Ints:
     """Fill in the attributes that matter; the nodes with a broken one."""
-    attributes = found.of(_ATTRIBUTE, LENGTH_DELIMITED)
+    attributes = found.of(LENGTH_DELIMITED, _ATTRIBUTE)
     inner, bad = block.fields(attributes.spans)
-    named = inner.of(1, LENGTH_DELIMITED)
+    named = inner.of(LENGTH_DELIMITED, 1)
     node_of = attributes.message
-    spans = named.spans
-    integers, texts, flags = _values(inner, len(attributes.number))
+    places = block.equal(named.spans, [name.encode() for name in _WANTED])
+    of_name = {name: named.message[at] for name, at in zip(_WANTED, places, strict=True)}
+    integers, texts, flags = _values(inner, len(attributes.tag))
     count = len(nodes)
     for name in INTEGERS:
-        chosen = named.message[block.equal(spans, name.encode())]
+        chosen = of_name[name]
         chosen = chosen[integers[chosen] != UNKNOWN]
         if len(chosen):
             column = np.full(count, UNKNOWN, dtype=np.int64)
             column[node_of[chosen]] = integers[chosen]
             nodes.numbers[name] = column
     for name in TEXTS:
-        chosen = named.message[block.equal(spans, name.encode())]
+        chosen = of_name[name]
         chosen = chosen[texts.begin[chosen] >= 0]
         if len(chosen):
             values: list[str | None] = [None] * count
@@ -311,24 +318,24 @@ def _attributes(block: Block, found: Fields, nodes: ChakraNodes) -> Ints:
             ):
                 values[position] = text.decode(errors="replace")
             nodes.texts[name] = values
-    for attribute in named.message[block.equal(spans, b"involved_dim")].tolist():
+    for attribute in of_name[_INVOLVED].tolist():
         begin, end = int(flags.begin[attribute]), int(flags.end[attribute])
         if begin >= 0:
             nodes.involved.append((int(node_of[attribute]), _all_true(block.data[begin:end])))
     return node_of[bad]
 
 
-def _values(inner: Fields, count: int) -> tuple[Ints, Spans, Spans]:
+def _values(inner: AllFields, count: int) -> tuple[Ints, Spans, Spans]:
     """Value of each attribute as an integer, as a text and as a list of flags, where it is one."""
     integers = np.full(count, UNKNOWN, dtype=np.int64)
-    plain = inner.take(np.isin(inner.number, _PLAIN) & (inner.wire_type == VARINT))
+    plain = inner.of(VARINT, *_PLAIN)
     integers[plain.message] = plain.value
-    zigzag = inner.take(np.isin(inner.number, _ZIGZAG) & (inner.wire_type == VARINT))
+    zigzag = inner.of(VARINT, *_ZIGZAG)
     integers[zigzag.message] = (zigzag.value >> 1) & (2**63 - 1) ^ -(zigzag.value & 1)
 
     def spans(number: int) -> Spans:
         begin, end = np.full(count, -1, dtype=np.int64), np.full(count, -1, dtype=np.int64)
-        mine = inner.of(number, LENGTH_DELIMITED)
+        mine = inner.of(LENGTH_DELIMITED, number)
         begin[mine.message], end[mine.message] = mine.begin, mine.begin + mine.value
         return Spans(begin, end)
 
@@ -341,14 +348,14 @@ def _all_true(flags: bytes) -> bool:
     return 0 not in flags[at:]
 
 
-def _group_texts(block: Block, found: Fields) -> list[str]:
+def _group_texts(block: Block, found: AllFields) -> list[str]:
     """What the nodes that stand for the making of process groups list."""
-    named = found.of(_NAME, LENGTH_DELIMITED)
-    nodes = named.message[block.equal(named.spans, _GROUP_NODE)]
+    named = found.of(LENGTH_DELIMITED, _NAME)
+    (places,) = block.equal(named.spans, [_GROUP_NODE])
+    nodes = named.message[places]
     if not len(nodes):
         return []
-    inputs = found.of(_INPUTS, LENGTH_DELIMITED)
-    inputs = inputs.take(np.isin(inputs.message, nodes))
-    inner, _ = block.fields(inputs.spans)
-    values = inner.of(_VALUES, LENGTH_DELIMITED)
+    inputs = found.of(LENGTH_DELIMITED, _INPUTS)
+    inner, _ = block.fields(inputs.take(np.isin(inputs.message, nodes)).spans)
+    values = inner.of(LENGTH_DELIMITED, _VALUES)
     return [text.decode(errors="replace") for text in block.texts(values.spans)]

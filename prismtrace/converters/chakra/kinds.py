@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 import polars as pl
@@ -88,14 +89,11 @@ def meanings(
     size = np.where(is_comm, size, np.where(kind == _CODE[Kind.MEMCPY], memory, -1))
     chosen = np.flatnonzero(is_comm)
     comm, in_world = _describe(nodes, position, kind, size, told, chosen, groups, where)
-    ops = {int(at): op for at, op in zip(np.flatnonzero(is_comm), comm, strict=True)}
 
     def column(attribute: str) -> pl.Series:
-        frame = pl.Series([None] * count, dtype=pl.String)
-        found = {at: value for at, op in ops.items() if (value := getattr(op, attribute))}
-        if not found:
-            return frame
-        return frame.scatter(list(found), [str(value) for value in found.values()])
+        said = [value and str(value) for value in map(attrgetter(attribute), comm)]
+        found = pl.Series([None], dtype=pl.String).new_from_index(0, count)
+        return found.scatter(chosen, said) if any(said) else found
 
     sized = pl.Series(size)
     return Meaning(

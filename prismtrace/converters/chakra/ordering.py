@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -40,6 +41,13 @@ class Edges:
     def offsets(self, count: int) -> Ints:
         """Where the edges of each node begin; one entry more than nodes."""
         return np.searchsorted(self.node, np.arange(count + 1)).astype(np.int64)
+
+    def nearest_first(self, count: int) -> Edges:
+        """The same, of each node the latest that it waits for first."""
+        begin = self.offsets(count)
+        number = np.diff(begin)
+        turned = np.repeat(begin[:-1] + begin[1:] - 1, number) - np.arange(len(self.node))
+        return Edges(self.node, self.dep[turned])
 
 
 @dataclass(frozen=True)
@@ -216,31 +224,80 @@ def add_stream_order(edges: Edges, stream: Ints, chained: Bools, count: int) -> 
         chained: nodes that wait for the one before them on their stream.
         count: number of nodes.
     """
+    before = _before_on_stream(stream, chained)
+    begin = edges.offsets(count)
+    streams = int(stream.max(initial=0)) + 1
+    # A part at a time: sorting all edges at once takes several times their memory. Node, stream
+    # and dependency are one number while a part is sorted.
+    rows = max(1, min(_PART_NODES, 2**62 // (streams * max(count, 1))))
+    parts: list[tuple[Ints, Ints]] = []
+    for first in range(0, count, rows):
+        last = min(first + rows, count)
+        inside = slice(begin[first], begin[last])
+        follows = np.flatnonzero(before[first:last] >= 0) + first
+        node = np.concatenate([edges.node[inside], follows])
+        dep = np.concatenate([edges.dep[inside], before[follows]])
+        on_stream = (node - first) * streams + stream[dep]
+        order = np.argsort(on_stream * count + dep)
+        # Of what a node waits for on one stream the last ends last.
+        kept = order[np.diff(on_stream[order], append=-1) != 0]
+        part = Edges.of(node[kept], dep[kept], count)
+        parts.append((part.node, part.dep))
+    if not parts:
+        return edges
+    return Edges(
+        np.concatenate([node for node, _ in parts]), np.concatenate([dep for _, dep in parts])
+    )
+
+
+_PART_NODES = 1 << 16
+"""Nodes of a part."""
+
+
+def _before_on_stream(stream: Ints, chained: Bools) -> Ints:
+    """The node before each one on its stream, if that one waits for it; else −1."""
     order = np.argsort(stream, kind="stable")
     same = (stream[order][1:] == stream[order][:-1]) & chained[order][1:]
-    node = np.concatenate([edges.node, order[1:][same]])
-    dep = np.concatenate([edges.dep, order[:-1][same]])
-    # Of what a node waits for on one stream the last ends last.
-    last = np.lexsort((dep, stream[dep], node))
-    node, dep = node[last], dep[last]
-    is_last = np.ones(len(node), dtype=np.bool_)
-    is_last[:-1] = (node[1:] != node[:-1]) | (stream[dep][1:] != stream[dep][:-1])
-    return Edges.of(node[is_last], dep[is_last], count)
+    before = np.full(len(stream), -1, dtype=np.int64)
+    before[order[1:][same]] = order[:-1][same]
+    return before
 
 
 def lay_out(edges: Edges, dur: Ints) -> Ints:
-    """Starts of nodes that say none: when the last that they wait for has ended."""
+    """Starts of nodes that say none: when the last that they wait for has ended.
+
+    Args:
+        edges: between positions in order.
+        dur: durations, not negative; the starts are in their unit.
+    """
     count = len(dur)
-    begin, deps, durations = edges.offsets(count).tolist(), edges.dep.tolist(), dur.tolist()
-    start = [0] * count
-    end = [0] * count
-    for node in range(count):
+    place = np.arange(count)
+    next_to = edges.dep == edges.node - 1
+    follows = np.zeros(count, dtype=np.bool_)
+    follows[edges.node[next_to]] = True
+    # Each node of a run waits for the one before it, so for all of the run.
+    run = np.maximum.accumulate(np.where(follows, 0, place))
+    kept = next_to | (edges.dep < run[edges.node])
+    node, dep = edges.node[kept], edges.dep[kept]
+    # A stretch is a part of a run whose nodes wait for nothing else, but for its first one: when
+    # that starts, the rest is known.
+    is_first = ~follows | (np.bincount(node, minlength=count) > 1)
+    firsts = np.flatnonzero(is_first)
+    stretch = np.cumsum(is_first) - 1
+    total = np.cumsum(dur)
+    end: Ints = total - (total - dur)[firsts][stretch]  # since the stretch began
+    ahead = is_first[node]
+    node, dep = node[ahead], dep[ahead]
+    waits = zip(stretch[dep].tolist(), end[dep].tolist(), strict=True)
+    starts: list[int] = []
+    for number in np.bincount(node, minlength=count)[firsts].tolist():
         at = 0
-        for dep in deps[begin[node] : begin[node + 1]]:
-            if end[dep] > at:
-                at = end[dep]
-        start[node], end[node] = at, at + durations[node]
-    return np.array(start, dtype=np.int64)
+        for before, ended in islice(waits, number):
+            if starts[before] + ended > at:
+                at = starts[before] + ended
+        starts.append(at)
+    begun: Ints = np.array(starts, dtype=np.int64)[stretch]
+    return begun + end - dur
 
 
 def known(column: Ints | None, count: int) -> Ints:

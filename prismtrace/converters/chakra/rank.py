@@ -258,8 +258,7 @@ def _streams(nodes: ChakraNodes, position: Ints, names: dict[int, str]) -> tuple
 def _table(nodes: ChakraNodes, position: Ints, meaning: Meaning, placed: _Placed) -> pl.DataFrame:
     """Columns of the nodes, without id, rank, group, seq and peer; `stream` is a label."""
     count = len(nodes)
-    distance = placed.edges.node - placed.edges.dep
-    by_distance = np.lexsort((distance, placed.edges.node))
+    edges = placed.edges.nearest_first(count)
     names = pl.Series(nodes.name, dtype=pl.String).gather(position)
     times: dict[str, Any] = {"start_ns": None, "dur_ns": None}
     if placed.timed:
@@ -274,9 +273,7 @@ def _table(nodes: ChakraNodes, position: Ints, meaning: Meaning, placed: _Placed
         "dtype": meaning.dtype,
         "reduce_op": meaning.reduce_op,
         **times,
-        "deps": lists_by_owner(
-            placed.edges.node[by_distance], distance[by_distance].astype(np.uint32), count
-        ),
+        "deps": lists_by_owner(edges.node, (edges.node - edges.dep).astype(np.uint32), count),
     }
     frame = pl.DataFrame(
         columns, schema_overrides={"start_ns": pl.Int64, "dur_ns": pl.Int64}

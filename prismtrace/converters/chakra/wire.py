@@ -9,12 +9,13 @@ The format is described in https://protobuf.dev/programming-guides/encoding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LENGTH_DELIMITED", "VARINT", "Block", "Fields", "Spans", "ints"]
+__all__ = ["LENGTH_DELIMITED", "VARINT", "AllFields", "Block", "Fields", "Spans", "ints"]
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -25,6 +26,8 @@ _MOST_FIELDS = 1 << 16
 """Of one message. Lists are packed into one field; what has more only costs time."""
 _FEW = 24
 """So few messages are quicker read one after the other."""
+_LONG = 255
+"""Texts of this many bytes and more are not looked for."""
 
 
 def ints(values: Ints | Bools) -> Ints:
@@ -51,36 +54,68 @@ class Spans:
 
 @dataclass(frozen=True)
 class Fields:
-    """Fields of many messages; within a message in the order of the file.
+    """Some fields of many messages; within a message in the order of the file.
 
-    `value` is the number of a varint (as 64 bits, signed) or the length of a string or message,
-    whose bytes are at `begin`.
+    `tag` is what stands before a field: its number, and in which way it is written. `value` is
+    the number of a varint (as 64 bits, signed) or the length of a string or message, whose bytes
+    are at `begin`.
     """
 
     message: Ints
-    number: Ints
-    wire_type: Ints
+    tag: Ints
     value: Ints
     begin: Ints
 
     def take(self, chosen: Ints | Bools) -> Fields:
         """Some of them."""
         return Fields(
-            self.message[chosen],
-            self.number[chosen],
-            self.wire_type[chosen],
-            self.value[chosen],
-            self.begin[chosen],
+            self.message[chosen], self.tag[chosen], self.value[chosen], self.begin[chosen]
         )
-
-    def of(self, number: int, wire_type: int) -> Fields:
-        """Those with a number, written in a way."""
-        return self.take((self.number == number) & (self.wire_type == wire_type))
 
     @property
     def spans(self) -> Spans:
         """Where strings and messages lie."""
         return Spans(self.begin, self.begin + self.value)
+
+
+class AllFields:
+    """All fields of many messages: the first ones of all messages, the second ones, and so on.
+
+    Messages of a file are alike, so that most rounds hold one field only, and are taken or left
+    as they are.
+    """
+
+    def __init__(self, rounds: list[Fields]) -> None:
+        self._rounds = [fields for fields in rounds if len(fields.tag)]
+        self._bounds = [(int(fields.tag.min()), int(fields.tag.max())) for fields in self._rounds]
+
+    def of(self, wire_type: int, *numbers: int) -> Fields:
+        """Those with one of some numbers, written in a way."""
+        tags = [number << 3 | wire_type for number in numbers]
+        found: list[Fields] = []
+        for fields, (low, high) in zip(self._rounds, self._bounds, strict=True):
+            inside = [tag for tag in tags if low <= tag <= high]
+            if inside and low == high:
+                found.append(fields)
+            elif inside:
+                chosen = fields.tag == inside[0]
+                for tag in inside[1:]:
+                    chosen |= fields.tag == tag
+                found.append(fields.take(chosen))
+        return _joined(found)
+
+    def of_messages(self, first: int, last: int) -> AllFields:
+        """Those of the messages from `first` until before `last`, which are counted anew."""
+        found: list[Fields] = []
+        for fields in self._rounds:
+            mine = fields.take((fields.message >= first) & (fields.message < last))
+            found.append(Fields(mine.message - first, mine.tag, mine.value, mine.begin))
+        return AllFields(found)
+
+    @property
+    def tags(self) -> set[int]:
+        """Those that there are."""
+        return {tag for fields in self._rounds for tag in np.unique(fields.tag).tolist()}
 
 
 class Block:
@@ -92,7 +127,7 @@ class Block:
         self._bytes = np.zeros(len(data) + 2 * _VARINT_BYTES, dtype=np.uint8)
         self._bytes[: len(data)] = np.frombuffer(data, dtype=np.uint8)
 
-    def fields(self, messages: Spans) -> tuple[Fields, Bools]:
+    def fields(self, messages: Spans) -> tuple[AllFields, Bools]:
         """All fields of the messages, and which messages are none.
 
         A message is none when a field ends outside of it or is written in no known way; of such
@@ -113,7 +148,7 @@ class Block:
         for message, begin, stop in zip(live.tolist(), at.tolist(), end.tolist(), strict=True):
             fields, bad[message] = self._one(message, begin, stop)
             found.append(fields)
-        return _joined(found), bad
+        return AllFields(found), bad
 
     def _next(self, live: Ints, at: Ints, end: Ints) -> tuple[Fields, Ints, Bools]:
         """One field of each message, where they end, and which are none."""
@@ -132,11 +167,11 @@ class Block:
         after = np.where(delimited, begin + np.where(wrong, 0, value), begin)
         after = np.where(is_fixed, at + fixed, after)
         wrong |= after > end
-        return Fields(live, key >> 3, wire_type, value, begin), after, wrong
+        return Fields(live, key, value, begin), after, wrong
 
     def _one(self, message: int, at: int, end: int) -> tuple[Fields, bool]:
         """The fields of one message."""
-        rows: list[tuple[int, int, int, int, int]] = []
+        rows: list[tuple[int, int, int, int]] = []
         wrong = False
         data = self.data
         while at < end:
@@ -153,12 +188,12 @@ class Block:
                 wrong = True
                 break
             value = value - 2**64 if value >= 2**63 else value
-            rows.append((message, number, wire_type, value, begin))
+            rows.append((message, key, value, begin))
             if len(rows) > _MOST_FIELDS:
                 wrong = True
                 break
             at = after
-        columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
         return Fields(*columns), wrong
 
     def _varints(self, at: Ints) -> tuple[Ints, Ints, Bools]:
@@ -183,31 +218,33 @@ class Block:
 
     def packed(self, spans: Spans) -> tuple[Ints, Ints, Bools]:
         """Numbers of packed lists: the list each belongs to, its value, and which lists are none."""
-        lengths = spans.end - spans.begin
-        owner = np.repeat(np.arange(len(spans)), lengths)
-        offset = np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        data = self._bytes[np.repeat(spans.begin, lengths) + offset]
-        last = data < 0x80
         bad = np.zeros(len(spans), dtype=np.bool_)
-        filled = lengths > 0
-        bad[filled] = self._bytes[spans.end[filled] - 1] >= 0x80
-        bad_byte = bad[owner]
-        data, last, owner = data[~bad_byte], last[~bad_byte], owner[~bad_byte]
-        ends = np.flatnonzero(last)
-        if not len(ends):
+        filled = ints(spans.end > spans.begin)
+        unending = self._bytes[spans.end[filled] - 1] >= 0x80
+        bad[filled[unending]] = True
+        lists = filled[~unending]
+        if not len(lists):
             return np.zeros(0, np.int64), np.zeros(0, np.int64), bad
-        begins = np.concatenate([[0], ends[:-1] + 1])
-        place = np.arange(len(data)) - np.repeat(begins, ends - begins + 1)
-        shifted = (data & 0x7F).astype(np.int64) << np.minimum(7 * place, 63)
-        values = np.bitwise_or.reduceat(shifted, begins)
-        bad[owner[ends[ends - begins >= _VARINT_BYTES]]] = True
-        return owner[ends].astype(np.int64), values, bad
+        lengths = (spans.end - spans.begin)[lists]
+        until = np.cumsum(lengths)
+        place = np.arange(until[-1]) + np.repeat(spans.begin[lists] - until + lengths, lengths)
+        ends = ints(self._bytes[place] < 0x80)
+        owner = np.repeat(lists, np.diff(np.searchsorted(ends, until), prepend=0))
+        values, _, wrong = self._varints(place[np.concatenate([[0], ends[:-1] + 1])])
+        bad[owner[wrong]] = True
+        return owner, values, bad
 
-    def equal(self, spans: Spans, text: bytes) -> Ints:
-        """Positions of the spans whose bytes are `text`."""
-        found = ints(spans.end - spans.begin == len(text))
-        for place, byte in enumerate(text):
-            found = found[self._bytes[spans.begin[found] + place] == byte]
+    def equal(self, spans: Spans, texts: Sequence[bytes]) -> list[Ints]:
+        """Of each text the positions of the spans that hold it."""
+        length = np.minimum(spans.end - spans.begin, _LONG).astype(np.uint8)
+        by_length = np.argsort(length, kind="stable")
+        begin = np.searchsorted(length[by_length], np.arange(_LONG + 1))
+        found: list[Ints] = []
+        for text in texts:
+            places = by_length[begin[len(text)] : begin[len(text) + 1]]
+            for offset, byte in enumerate(text):
+                places = places[self._bytes[spans.begin[places] + offset] == byte]
+            found.append(places)
         return found
 
     def texts(self, spans: Spans) -> list[bytes]:
@@ -233,11 +270,12 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 def _joined(found: list[Fields]) -> Fields:
     if not found:
-        return Fields(*(np.zeros(0, np.int64) for _ in range(5)))
+        return Fields(*(np.zeros(0, np.int64) for _ in range(4)))
+    if len(found) == 1:
+        return found[0]
     return Fields(
         np.concatenate([fields.message for fields in found]),
-        np.concatenate([fields.number for fields in found]),
-        np.concatenate([fields.wire_type for fields in found]),
+        np.concatenate([fields.tag for fields in found]),
         np.concatenate([fields.value for fields in found]),
         np.concatenate([fields.begin for fields in found]),
     )
