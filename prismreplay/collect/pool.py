@@ -87,6 +87,14 @@ class Job:
     """The limits of open files that ranks have, when this process has others."""
     gpus: tuple[str, ...] = ()
     """Names of the GPUs that ranks use in turn, as in CUDA_VISIBLE_DEVICES; empty: all they see."""
+    placed: tuple[int, ...] = ()
+    """Ranks that stay on the GPU that is theirs by their place in here; empty: they take turns."""
+
+    def gpu_of(self, rank: int) -> str | None:
+        """The GPU of a rank, by name."""
+        if not self.gpus:
+            return None
+        return self.gpus[(self.placed.index(rank) if self.placed else rank) % len(self.gpus)]
 
     def limited(self, open_files: tuple[int, int]) -> Job:
         """The same with limits of open files."""
@@ -190,7 +198,7 @@ def _rank_main(job: Job, rank: int, streams: Streams, channel: Channel) -> int:
     if job.open_files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, job.open_files)
     os.environ.update(environment(job, rank))
-    gpu = job.gpus[rank % len(job.gpus)] if job.gpus else None
+    gpu = job.gpu_of(rank)
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     _prepare_torch()
@@ -204,7 +212,8 @@ def _rank_main(job: Job, rank: int, streams: Streams, channel: Channel) -> int:
                 observed.flush()
         leave(0)
 
-    connection = Connection(channel, stop, None if gpu is None else RankMemory())
+    moves = gpu is not None and not job.placed
+    connection = Connection(channel, stop, RankMemory() if moves else None)
     connection.await_turn()
     if gpu is not None:
         from prismreplay.collect.virtual_gpus import show_gpus
@@ -234,7 +243,7 @@ def _run(job: Job, connection: Connection, observed: Observed) -> int:
         code = 1
         if os.getpid() == rank_pid:
             with contextlib.suppress(ReplayError):  # then it is in the log only
-                connection.tell(_failure(error))
+                connection.tell(_failure(error, alone=bool(job.placed)))
         _show(error)
     if os.getpid() != rank_pid:
         pass  # A process that the program forked comes here, too; it has nothing to hand in.
@@ -294,8 +303,10 @@ def _exit_code(exit_: SystemExit) -> int:
     return 1
 
 
-def _failure(error: BaseException) -> tuple[str, str | None, str, str | None, str | None, str]:
-    """The message that tells the coordinator of it."""
+def _failure(
+    error: BaseException, *, alone: bool = False
+) -> tuple[str, str | None, str, str | None, str | None, str]:
+    """The message that tells the coordinator of it; whether the rank has been `alone` on its GPU."""
     report = "".join(
         traceback.format_exception(type(error), error, _own_frames(error.__traceback__))
     )
@@ -303,7 +314,7 @@ def _failure(error: BaseException) -> tuple[str, str | None, str, str | None, st
         places = [place for place in (_last_line(error), error.where) if place]
         return "failed", error.code, error.message, ", ".join(places) or None, error.hint, report
     text = "".join(traceback.format_exception_only(type(error), error)[-1:])
-    return "failed", None, _in_one_line(text), None, _hint(error), report
+    return "failed", None, _in_one_line(text), None, _hint(error, alone=alone), report
 
 
 _MOST_CHARACTERS = 300
@@ -318,13 +329,18 @@ def _in_one_line(text: str) -> str:
     return f"{words} ..." if cut else words
 
 
-def _hint(error: BaseException) -> str | None:
+def _hint(error: BaseException, *, alone: bool) -> str | None:
     """What else to say of some failures."""
     spawning = sys.modules.get("torch.multiprocessing.spawn")
     if spawning is not None and isinstance(error, spawning.ProcessException):
         return (
             "if the processes that the program starts are its ranks: let it be one rank, as under "
             "torchrun, which takes RANK and WORLD_SIZE from the environment"
+        )
+    if type(error).__name__ == "OutOfMemoryError" and alone:
+        return (
+            "the rank had this GPU to itself, and allocated what it allocates on the cluster: on a "
+            "GPU of this size the job ends there, too"
         )
     if type(error).__name__ == "OutOfMemoryError" and os.environ.get("CUDA_VISIBLE_DEVICES"):
         return (

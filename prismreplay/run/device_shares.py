@@ -9,7 +9,6 @@ of an output that a virtual member's tensor fills.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +44,7 @@ def pieces_of(op: Op, members: Sequence[int]) -> list[Piece]:
         op: as the rank issued it.
         members: their places in the group, ascending; not the rank's own.
     """
-    if not op.outputs or not members and op.call is not Call.RECV:
+    if not op.outputs or (not members and op.call is not Call.RECV):
         return []
     if op.call in REDUCTIONS or op.call is Call.RECV:
         return [Piece(number, 0, spec.elements) for number, spec in enumerate(op.outputs)]
@@ -160,8 +159,9 @@ def _reduced(members: VirtualMembers, rank: int, op: Op, virtual: Sequence[int])
     for total, spec in zip(totals, op.outputs, strict=True):
         dtype = torch_dtype(spec)
         if factor is not None and (dtype.is_floating_point or dtype.is_complex):
-            total = total * factor
-        done.append(total.to(dtype))
+            done.append((total * factor).to(dtype))
+        else:
+            done.append(total.to(dtype))
     return done
 
 
@@ -184,8 +184,3 @@ _FOLDS: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
-
-
-def as_placed(op: Op, peer: int | None, seq: int) -> Op:
-    """An operation under the names by which a recording knows it."""
-    return replace(op, peer=peer, seq=seq)

@@ -178,12 +178,12 @@ class HybridCoordinator(Coordinator):
             known.transfer_sources.update(use.transfer_sources)
 
     def _place(self, rank: int, op: Op) -> Placed:
-        placed = self._places.pop(rank, None)
-        follower = self._world.followers[rank]
-        if placed is not None or isinstance(follower, Followed):
-            assert placed is not None
-            return placed
-        return follower.place(op)
+        known = self._places.pop(rank, None)
+        if known is not None:
+            return known
+        follower: Any = self._world.followers[rank]
+        placed: Placed = follower.place(op)
+        return placed
 
     def ask_store(
         self,

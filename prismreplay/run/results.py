@@ -14,13 +14,22 @@ import polars as pl
 
 from prismcalib.step_times import step_durations, typical_ns
 from prismreplay.run.hybrid import GroupUse
+from prismreplay.run.marks import DeviceSummary, StepMark
 from prismreplay.run.running import RunOutcome
 from prismreplay.run.small_groups import MovedSummary
 from prismreplay.tensors.prefetching import PrefetchReport
 from prismtrace.schema import TransferSource
 from prismtrace.trace import Trace, open_trace
 
-__all__ = ["Comparison", "GroupResult", "RankResult", "RunReport", "StepResult", "report_of"]
+__all__ = [
+    "Comparison",
+    "GroupResult",
+    "RankResult",
+    "RunReport",
+    "StepResult",
+    "report_of",
+    "step_times",
+]
 
 INTERFERENCE_BOUND = 0.05
 """Share of a step that late answers may take before the run is flagged."""
@@ -49,7 +58,9 @@ class RankResult:
     `hold_*_ns` say by how much ends of operations were missed that lay ahead; `late_answers`
     came after their time, `late_ns` altogether; `handing_ns` went into handing tensors over. `spun`
     ranges of the program had another pace. For `contended_ns` communication took the program's
-    processor.
+    processor. `device` tells of a rank that computed on a GPU (see
+    `prismreplay.run.marks.DeviceSummary`); then peaks are those of torch's
+    allocator for it, since the program last reset them: resident is what it reserved.
     """
 
     rank: int
@@ -64,11 +75,16 @@ class RankResult:
     contended_ns: int = 0
     peak_resident_bytes: int = 0
     peak_allocated_bytes: int = 0
+    device: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
 class MemoryResult:
-    """Memory of a rank in a step, in bytes."""
+    """Memory of a rank in a step, in bytes.
+
+    Of a rank on a GPU, what torch's allocator has reserved, the most that it had reserved, and the
+    most that was allocated, since the program last reset its peaks.
+    """
 
     rank: int
     step: int
@@ -177,8 +193,8 @@ def report_of(
         real: a recorded true run to compare with.
     """
     sandbox = outcome.coordinator.sandbox
-    emulated = _step_times(open_trace(outcome.output), sandbox)
-    predicted = _step_times(graph, sandbox) if timed else {}
+    emulated = step_times(open_trace(outcome.output), sandbox)
+    predicted = step_times(graph, sandbox) if timed else {}
     steps = _steps(outcome, emulated, predicted)
     counted = steps[1:] or steps
     interference = max((one.late_ns / max(1, one.emulated_ns) for one in counted), default=0.0)
@@ -250,7 +266,7 @@ def _of_ranks(trace: Trace, ranks: Sequence[int]) -> pl.LazyFrame:
     )
 
 
-def _step_times(trace: Trace, ranks: Sequence[int]) -> dict[int, int]:
+def step_times(trace: Trace, ranks: Sequence[int]) -> dict[int, int]:
     """Step -> ns, over some ranks, by the one rule of the toolkit."""
     rows = _of_ranks(trace, ranks)
     ends = (
@@ -297,14 +313,24 @@ def _ranks(outcome: RunOutcome) -> tuple[RankResult, ...]:
         known: dict[str, Any] = {} if told is None else told._asdict()
         known.pop("debt_ns", None)
         known["rank"] = rank
+        device = outcome.devices.get(rank)
+        if device is not None:
+            marks = [*marks, _last_memory(device)]
         found.append(
             RankResult(
                 **known,
                 peak_resident_bytes=max((one.peak_resident_bytes for one in marks), default=0),
                 peak_allocated_bytes=max((one.allocated_bytes for one in marks), default=0),
+                device=None if device is None else device._asdict(),
             )
         )
     return tuple(found)
+
+
+def _last_memory(device: DeviceSummary) -> StepMark:
+    """At the rank's end, which is after its last step."""
+    reserved, allocated = device.peak_reserved_bytes, device.peak_allocated_bytes
+    return StepMark(device.rank, -1, 0, 0, 0, 0, reserved, reserved, allocated)
 
 
 def _group(use: GroupUse, sandbox: Sequence[int], moved: Sequence[MovedSummary]) -> GroupResult:
@@ -326,7 +352,7 @@ def _group(use: GroupUse, sandbox: Sequence[int], moved: Sequence[MovedSummary])
 
 def _compare(path: Path, outcome: RunOutcome, sandbox: Sequence[int]) -> Comparison:
     real, run = open_trace(path), open_trace(outcome.output)
-    theirs, ours = _step_times(real, sandbox), _step_times(run, sandbox)
+    theirs, ours = step_times(real, sandbox), step_times(run, sandbox)
     both = [step for step in theirs if step in ours]
     steps = tuple(
         (step, theirs[step], ours[step], _error(theirs[step], ours[step])) for step in both

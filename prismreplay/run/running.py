@@ -15,6 +15,8 @@ from typing import Any
 from prismreplay.collect import stale
 from prismreplay.collect.collecting import limit_of_open_files, run_folder, uninterrupted
 from prismreplay.collect.executor import Executor
+from prismreplay.collect.gpu_room import visible_gpus
+from prismreplay.collect.gpus import require_cuda_asleep
 from prismreplay.collect.handover import Files, Parcel, Place
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.messages import Channel
@@ -26,12 +28,12 @@ from prismreplay.run.assistants import Assistant, Assistants, participant, start
 from prismreplay.run.checking import require_equal
 from prismreplay.run.clock import RunClock
 from prismreplay.run.contention import ProcessorCosts
-from prismreplay.run.following import Placed, followers_of
+from prismreplay.run.following import GraphFollower, Placed, followers_of
 from prismreplay.run.hosts import WAIT_SECONDS
 from prismreplay.run.hub import Hub, serve_store
 from prismreplay.run.hybrid import HybridCoordinator, World
 from prismreplay.run.ledger import Ledger
-from prismreplay.run.marks import Memory, RankSummary, StepMark
+from prismreplay.run.marks import DeviceSummary, Memory, RankSummary, StepMark
 from prismreplay.run.relaying import Proxies
 from prismreplay.run.small_groups import MovedSummary
 from prismreplay.run.spinning import Spin, Spinner
@@ -89,6 +91,8 @@ class RunOptions:
         comm_table: what communication with virtual ranks takes of the ranks' processors; None:
             nothing.
         spins: named pieces of sandbox ranks' programs that count as faster or slower.
+        gpus: that sandbox ranks compute on, as CUDA_VISIBLE_DEVICES names them, one each; empty:
+            none; None: those that this process sees.
     """
 
     sandbox: tuple[int, ...]
@@ -105,12 +109,13 @@ class RunOptions:
     prefetch_bytes: int = 1 << 30
     assistants: int = 0
     comm_table: Path | None = None
+    gpus: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class RunOutcome:
     """What a run left. Times in seconds or ns, as their names say; `origin_ns` on the machine's
-    monotonic clock, as all times of the trace.
+    monotonic clock, as all times of the trace. `devices` tells of ranks that had a GPU.
     """
 
     output: Path
@@ -123,6 +128,7 @@ class RunOutcome:
     origin_ns: int
     prefetched: PrefetchReport
     moved: tuple[MovedSummary, ...]
+    devices: dict[int, DeviceSummary]
     start_s: float
     wall_s: float
     cleaned: stale.Cleaned
@@ -173,16 +179,21 @@ def run_sandbox(
         remote = dict(elsewhere or {})
         here = tuple(rank for rank in options.sandbox if rank not in remote)
         ledger = Ledger([*here, *map(participant, range(options.assistants))])
+        gpus = _gpus(options, here)
+        if gpus and remote:
+            raise PlanError("sandbox ranks of several hosts run on CPUs, and this host has GPUs")
         job = Job(
             program=program,
             world_size=graph.header.world_size,
             local_world_size=options.local_world_size or graph.header.world_size,
             run=folder.name,
             place=Place(options.shm_dir),
+            gpus=gpus,
+            placed=here if gpus else (),
             observe=functools.partial(
                 observe_rank,
                 folder,
-                replace(options, sandbox=here),
+                replace(options, sandbox=here, gpus=gpus),
                 graph.header.world_size,
                 ledger,
             ),
@@ -203,6 +214,7 @@ def run_sandbox(
         origin_ns=run.origin_ns,
         prefetched=run.prefetched,
         moved=tuple(run.hub.moved),
+        devices=run.hub.devices,
         start_s=run.started - begun,
         wall_s=time.monotonic() - begun,
         cleaned=cleaned,
@@ -215,6 +227,27 @@ def _check_sandbox(sandbox: Sequence[int], world_size: int) -> None:
             f"sandbox ranks {format_ranks(tuple(sandbox)) or 'none'} of a world of {world_size}",
             hint="name ranks of the job: --sandbox 0-1",
         )
+
+
+def _gpus(options: RunOptions, here: Sequence[int]) -> tuple[str, ...]:
+    """The GPUs of the sandbox ranks of this host.
+
+    Raises:
+        SwapError: CUDA was started in this process, which ranks are forked from.
+        PlanError: GPUs, and something that is for CPUs.
+    """
+    found = tuple(gpu.token for gpu in visible_gpus())
+    if options.gpus is not None:
+        found = options.gpus if found else ()
+    if not found:
+        return ()
+    require_cuda_asleep("the command began")
+    if options.check is not None or options.assistants:
+        raise PlanError(
+            "checks of inputs and assistants are for ranks on CPUs, and there are GPUs",
+            hint="with CUDA_VISIBLE_DEVICES empty, the program runs on CPUs",
+        )
+    return found[: len(here)]
 
 
 class _Run:
@@ -303,6 +336,7 @@ class _Run:
                 store_log = self._store_log(members)
                 self.hub.costs = self._costs()
                 self.proxies.await_ready(WAIT_SECONDS)
+                self._write_orders(followers)
                 self.started = time.monotonic()
                 self.origin_ns = self.hub.begin_at()
                 self.world = World(
@@ -311,6 +345,7 @@ class _Run:
                     keeper=Timekeeper(planned, self.origin_ns, said.transfer_ns),
                     planned=planned,
                     store=store_log,
+                    place=self._job.place,
                     check=self._check if self._options.check is not None else None,
                 )
                 self.coordinator.begin_in(self.world)
@@ -331,6 +366,17 @@ class _Run:
         cores = len(os.sched_getaffinity(0))
         taken = len(self._options.sandbox) + self._options.assistants + 1
         return min(_MOST_THREADS, cores - taken)
+
+    def _write_orders(self, followers: Mapping[int, GraphFollower]) -> None:
+        """What ranks on GPUs have to know: they ask nobody while they run."""
+        if not self._job.gpus:
+            return
+        from prismreplay.run.device_ranks import Orders, write_orders
+
+        shares = len(self._job.placed) > len(self._job.gpus)
+        write_orders(
+            self._folder, {rank: Orders(one, shares=shares) for rank, one in followers.items()}
+        )
 
     def _serve_store(self) -> object:
         here = [rank for rank in self._options.sandbox if rank not in self.proxies]
@@ -438,6 +484,10 @@ def observe_rank(
 
     `options.sandbox` are the sandbox ranks of this host: only those communicate for real.
     """
+    if options.gpus:
+        from prismreplay.run.device_ranks import observe_device_rank
+
+        return observe_device_rank(folder, options, world_size, ledger, rank, _mark_steps)
     from prismreplay.run.holding import Holder
     from prismreplay.run.role import SandboxRole
     from prismreplay.runtime.annotations import make_recorder
@@ -481,9 +531,11 @@ def observe_rank(
     )
 
 
-def _mark_steps(rank: int, recorder: Any, clock: RunClock, connection: Any) -> None:
-    """Tell the hub of every step that is over."""
-    memory, position = Memory(), recorder.position
+def _mark_steps(
+    rank: int, recorder: Any, clock: RunClock, connection: Any, memory: Any = None
+) -> None:
+    """Tell the hub of every step that is over, with what `memory` says; see `Memory`."""
+    memory, position = memory or Memory(), recorder.position
     over = position.step_over
 
     def mark() -> None:

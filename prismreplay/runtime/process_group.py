@@ -113,6 +113,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         self._messages: dict[tuple[Call, int, int], int] = {}
         self._batch: Batch | None = None
         self._wants_sites = bool(getattr(role, "wants_sites", False))
+        self._batch_over: Callable[[int], None] | None = getattr(role, "batch_over", None)
         role.join(group)
         observer.joined(group)
         living.add(self)
@@ -288,7 +289,8 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
     def _on_real(self, method: str, *arguments: Any, **named: Any) -> Callable[[], Any]:
         """The program's call on the real backend, for roles that perform it there."""
         if self.real is None:
-            return _no_real_group
+            # Roles look at the options, as whether the program goes on meanwhile.
+            return partial(_no_real_group, *arguments, **named)
         perform = partial(getattr(self.real, method), *arguments, **named)
         if self._batch is None or self._batch.real is None:
             return perform
@@ -567,6 +569,8 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
             yield batch
             if batch.real is not None:
                 batch.real.launched(self.real._end_coalescing(device))  # noqa: SLF001
+            if self._batch_over is not None:
+                self._batch_over(batch.number)
         finally:
             self._batch, batch.open = None, False
 
@@ -587,7 +591,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         return self.joined(batch)
 
 
-def _no_real_group() -> Any:
+def _no_real_group(*_arguments: Any, **_named: Any) -> Any:
     message = "the group was shut down, or this role did not ask for real groups"
     raise RuntimeError(message)
 

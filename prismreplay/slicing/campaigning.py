@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from prismreplay.collect import stale
+from prismreplay.collect.gpus import Nvml, find_gpus
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.errors import SliceError
 from prismreplay.slicing.cutting import cut_to_steps
 from prismreplay.slicing.fingerprint import fingerprint_of
-from prismreplay.slicing.placing import places_of
+from prismreplay.slicing.placing import Places, gpu_places, places_of
 from prismreplay.slicing.progress import Execution, executions, look, make_room
 from prismreplay.slicing.rotation import rotate, ties_of, whole_groups
 from prismreplay.slicing.settling import Round, difference
@@ -42,7 +43,7 @@ class SliceOptions:
         graph: the bare graph, as `collect` wrote it.
         sandbox_size: ranks that are real at a time.
         devices: on CPUs the cores to use; a slice takes one for each of its ranks and assistants
-            and one for the emulator. Those that `cores` names, or the first ones.
+            and one for the emulator. Where there are GPUs, how many; a slice takes one for each rank.
         tensors: what virtual ranks send.
         repeats: executions of every slice.
         refine: rounds after the first at most, in which virtual ranks arrive when the round
@@ -174,7 +175,7 @@ class _Campaign:
         self._bare = _bare(options.graph)
         self._rotation = rotate(self._bare.header.ranks, options.sandbox_size, ties_of(self._bare))
         self._wanted = executions(self._rotation, options.repeats)
-        self._places = places_of(options.devices, self._rotation, assistants=options.assistants)
+        self._places = self._find_places()
         self._graph = tuple(self._bare.paths)
         self._outcomes: list[SliceOutcome] = []
         self._ran = self._kept = 0
@@ -185,6 +186,12 @@ class _Campaign:
                 where=f"{len(self._rotation)} slices, from 0",
                 hint="slices are numbered as their files are",
             )
+
+    def _find_places(self) -> Places:
+        gpus = [gpu.token for gpu in find_gpus(Nvml.load())]
+        if gpus:
+            return gpu_places(self._options.devices, self._rotation, gpus)
+        return places_of(self._options.devices, self._rotation, assistants=self._options.assistants)
 
     def run(self) -> tuple[Round, ...]:
         """All rounds; what changed from one to the next."""
@@ -326,13 +333,18 @@ class _Campaign:
         """Run tasks, as many at once as there is room for; the first failure ends all."""
         outcomes: list[SliceOutcome] = []
         total, waiting = done + len(tasks), list(tasks)
-        rooms = list(self._places.rooms)
-        running: dict[int, tuple[Worker, tuple[int, ...]]] = {}
+        places = self._places
+        rooms = [
+            (cores, places.gpus[number] if places.gpus else ())
+            for number, cores in enumerate(places.rooms)
+        ]
+        running: dict[int, tuple[Worker, tuple[tuple[int, ...], tuple[str, ...]]]] = {}
         with selectors.DefaultSelector() as selector:
             while waiting or running:
                 while waiting and rooms:
                     room = rooms.pop(0)
-                    worker = self._nursery.start(replace(waiting.pop(0), cores=room))
+                    task = replace(waiting.pop(0), cores=room[0], gpus=room[1])
+                    worker = self._nursery.start(task)
                     running[worker.pipe] = worker, room
                     selector.register(worker, selectors.EVENT_READ)
                 names = ", ".join(f"{one.task.execution.index}" for one, _ in running.values())

@@ -1,4 +1,4 @@
-"""Which cores slices run on, and how many of them at once."""
+"""Which cores and GPUs slices run on, and how many of them at once."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Places", "places_of"]
+__all__ = ["Places", "gpu_places", "places_of"]
 
 
 @dataclass(frozen=True)
 class Places:
     """Cores for each slice that runs at a time; an empty room means all cores.
 
-    `timing_true`: every rank has a core of its own, and the emulator has one, too.
+    `timing_true`: every rank has a core of its own, and the emulator has one, too; or every rank
+    has a GPU of its own. `gpus` are those of each room.
     """
 
     rooms: tuple[tuple[int, ...], ...]
     timing_true: bool
+    gpus: tuple[tuple[str, ...], ...] = ()
 
     @property
     def at_once(self) -> int:
@@ -53,3 +55,35 @@ def places_of(
     count = min(wanted // needed, max(1, len(rotation)))
     rooms = [tuple(cores[at * needed : (at + 1) * needed]) for at in range(count)]
     return Places(tuple(rooms), timing_true=True)
+
+
+def gpu_places(
+    devices: int | None,
+    rotation: Sequence[Sequence[int]],
+    gpus: Sequence[str],
+    usable: Sequence[int] | None = None,
+) -> Places:
+    """Rooms for the slices of a rotation whose ranks compute on GPUs, one each.
+
+    Cores are shared out evenly, two or more for every rank; where there are fewer, rooms have all
+    of them.
+
+    Args:
+        devices: GPUs to use; None: all.
+        rotation: the ranks of every slice.
+        gpus: names of those that there are.
+        usable: as for `places_of`.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if usable is None else list(usable)
+    used = list(gpus[: devices or len(gpus)])
+    needed = max(map(len, rotation), default=1)
+    if needed > len(used):
+        return Places(((),), timing_true=False, gpus=(tuple(used),))
+    count = min(len(used) // needed, max(1, len(rotation)))
+    each = len(cores) // count
+    apart = count > 1 and each >= 2 * needed
+    return Places(
+        tuple(tuple(cores[at * each : (at + 1) * each]) if apart else () for at in range(count)),
+        timing_true=True,
+        gpus=tuple(tuple(used[at * needed : (at + 1) * needed]) for at in range(count)),
+    )

@@ -69,6 +69,7 @@ def perform(task: SliceTask) -> SliceOutcome:
                 shm_dir=task.shm_dir,
                 assistants=task.assistants,
                 comm_table=task.comm_table,
+                gpus=task.gpus,
                 slice=SliceInfo(
                     index=execution.index,
                     real_ranks=execution.ranks,
@@ -206,7 +207,14 @@ def _with_planned_transfers(rows: pl.LazyFrame, mixed: pl.Expr, graph: Trace) ->
 
 
 def _step_times(ran: RunOutcome) -> tuple[int, ...]:
-    """From the end of a step on the last rank to that of the next, less what emulation cost."""
+    """From the end of a step on the last rank to that of the next, less what emulation cost.
+
+    Of GPUs, as these have it.
+    """
+    if ran.devices:
+        from prismreplay.run.results import step_times
+
+        return tuple(step_times(open_trace(ran.output), ran.coordinator.sandbox).values())
     ends: dict[int, int] = {}
     for mark in ran.marks:
         end = mark.end_ns - mark.debt_ns

@@ -35,6 +35,7 @@ class SliceTask:
         timing_true: whether there is a core for everybody.
         assistants: processes that play virtual ranks in real groups; 0: the emulator does.
         comm_table: what communication takes of the ranks' processors; None: nothing.
+        gpus: that the ranks compute on, one each, as CUDA_VISIBLE_DEVICES names them.
     """
 
     program: ProgramCall
@@ -55,6 +56,7 @@ class SliceTask:
     timing_true: bool = True
     assistants: int = 0
     comm_table: Path | None = None
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,8 @@ class RuleSupplier:
             return [None] * len(op.outputs)
         if rule.produce is Produce.OWN:
             return producing.own_share(rank, op, inputs)
+        if rule.produce is Produce.MIRROR:
+            return producing.mirrored(rank, op, inputs, self.rules.seed)
         if rule.recorded is not None or rule.produce is Produce.RECORDED:
             return self._recordings[rule.recorded].supply(rank, op, inputs)
         if rule.python is not None:

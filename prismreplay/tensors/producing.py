@@ -16,8 +16,9 @@ import torch
 from prismreplay.collect.handover import torch_dtype
 from prismreplay.errors import TensorRulesError
 from prismreplay.runtime.operations import Call, Op, TensorSpec
+from prismtrace.schema import ReduceOp
 
-__all__ = ["Request", "filled", "own_share", "seed_of", "uniform", "with_own_part"]
+__all__ = ["Request", "filled", "mirrored", "own_share", "seed_of", "uniform", "with_own_part"]
 
 Tensor = Any
 """A torch.Tensor; torch carries no types that a strict checker accepts."""
@@ -143,6 +144,36 @@ def own_share(rank: int, op: Op, inputs: Sequence[Tensor]) -> list[Tensor | None
     else:
         sources = list(inputs)
     return [_resized(tensor, spec) for tensor, spec in zip(sources, op.outputs, strict=True)]
+
+
+def mirrored(rank: int, op: Op, inputs: Sequence[Tensor], seed: int) -> list[Tensor | None]:
+    """Outputs as if every partner contributed what this rank does, and sums were made of it.
+
+    Where the rank contributes nothing: random numbers; zeros where they are not real.
+    """
+    if op.outputs and not inputs and op.call is not Call.BROADCAST:
+        return [_noise(spec, seed_of(seed, rank, op, n)) for n, spec in enumerate(op.outputs)]
+    made = own_share(rank, op, inputs)
+    how, size = op.reduce_op, op.group.size
+    for number, tensor in enumerate(made):
+        if tensor is None or how is None or tensor.dtype is torch.bool:
+            continue
+        if how is ReduceOp.SUM:
+            made[number] = tensor * size
+        elif how is ReduceOp.PREMUL_SUM:
+            made[number] = tensor * (size * (op.premul_factor or 1.0))
+        elif how is ReduceOp.PRODUCT:
+            made[number] = tensor**size
+        elif how is ReduceOp.BXOR and size % 2 == 0:
+            made[number] = torch.zeros_like(tensor)
+    return made
+
+
+def _noise(spec: TensorSpec, seed: int) -> Tensor:
+    dtype = torch_dtype(spec)
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        return filled(spec, 0)
+    return torch.randn(spec.shape, generator=_generator(seed)).to(dtype)
 
 
 def _dispatched(me: int, op: Op, tensor: Tensor) -> Tensor:

@@ -57,6 +57,9 @@ class Produce(StrEnum):
     ZEROS = "zeros"
     OWN = "own"
     """The rank's own contribution, as if all partners did the same."""
+    MIRROR = "mirror"
+    """All partners contribute what the rank does: sums are so many times its share. What it has
+    nothing to give for (messages, what a root scatters) are random numbers."""
     KEEP = "keep"
     """Leave the rank's tensors as they are."""
     RECORDED = "recorded"

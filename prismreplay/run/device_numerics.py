@@ -1,0 +1,250 @@
+"""What an operation gives a rank, computed where its tensors are. Nothing is allocated in here.
+
+Own inputs, and the virtual members' part: given (`combine`), or made from the rank's own
+(`mirror`) or from numbers (`make_up`). As NCCL does, outputs are written in place, and autograd does
+not hear of it. The functions work on tensors of any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from prismreplay.run.device_shares import REDUCTIONS, Piece, pieces_of, row_cuts
+from prismreplay.runtime.operations import Call, Op
+from prismtrace.schema import ReduceOp
+
+__all__ = ["combine", "make_up", "mirror"]
+
+Tensor = Any
+Tensors = Sequence[Any]
+Fill = Callable[[Tensor], None]
+"""Fills a tensor, in place."""
+
+
+def combine(
+    op: Op, inputs: Tensors, outputs: Tensors, pieces: Sequence[Piece], given: Tensors
+) -> None:
+    """Make outputs from own inputs and what virtual members give.
+
+    Args:
+        op: as the rank issued it.
+        inputs: its own.
+        outputs: to be written.
+        pieces: those that virtual members give.
+        given: flat tensors of their elements, on the same device.
+    """
+    if op.call in REDUCTIONS:
+        for piece, one in zip(pieces, given, strict=True):
+            out = outputs[piece.output]
+            _reduce(op, _own_input(op, inputs, piece.output), one.view(out.shape), out)
+        return
+    for piece, one in zip(pieces, given, strict=True):
+        out = outputs[piece.output]
+        if piece.elements == out.numel():
+            out.copy_(one.view(out.shape))
+        else:
+            out.view(-1)[piece.start : piece.start + piece.elements].copy_(one)
+    place_own(op, inputs, outputs)
+
+
+def alone(op: Op, inputs: Tensors, outputs: Tensors) -> None:
+    """The operation in a group of nobody else."""
+    if op.call in REDUCTIONS:
+        for number, out in enumerate(outputs):
+            own = _own_input(op, inputs, number)
+            if own.data_ptr() != out.data_ptr():
+                out.copy_(own.view(out.shape))
+            if op.reduce_op is ReduceOp.PREMUL_SUM and op.premul_factor is not None:
+                out.mul_(op.premul_factor)
+    else:
+        place_own(op, inputs, outputs)
+
+
+def mirror(
+    op: Op, inputs: Tensors, outputs: Tensors, noise: Fill, *, multiply: bool = True
+) -> None:
+    """Make outputs as if every partner gave what this rank does.
+
+    Sums are so many times the own share; what the rank has nothing to give for (messages, a root's
+    tensors that are scattered) is noise; what a root broadcasts is what the rank has there already.
+
+    Args:
+        op: as the rank issued it.
+        inputs: its own.
+        outputs: to be written.
+        noise: fills a tensor with numbers that come from nowhere.
+        multiply: False: sums are the rank's own share.
+    """
+    if op.call in REDUCTIONS:
+        for number, out in enumerate(outputs):
+            own = _own_input(op, inputs, number)
+            if own.data_ptr() != out.data_ptr():
+                out.copy_(own.view(out.shape))
+            if multiply:
+                _repeat(op, out)
+    elif op.call is Call.RECV or (op.call is Call.SCATTER and not inputs):
+        for out in outputs:
+            noise(out)
+    elif op.call in (Call.ALL_GATHER, Call.GATHER, Call.ALL_GATHER_SINGLE):
+        _gather_own(op, inputs, outputs)
+    elif op.call in (Call.ALL_TO_ALL, Call.ALL_TO_ALL_SINGLE):
+        _mirror_exchange(op, inputs, outputs)
+    elif op.call is not Call.BROADCAST:
+        place_own(op, inputs, outputs)
+
+
+def make_up(op: Op, inputs: Tensors, outputs: Tensors, fill: Fill) -> None:
+    """Make outputs from nothing, but for the rank's own part of them."""
+    if op.call in REDUCTIONS:
+        for out in outputs:
+            fill(out)
+        return
+    me = op.group.rank
+    for piece in pieces_of(op, [one for one in range(op.group.size) if one != me]):
+        out = outputs[piece.output]
+        fill(
+            out
+            if piece.elements == out.numel()
+            else out.view(-1)[piece.start : piece.start + piece.elements]
+        )
+    place_own(op, inputs, outputs)
+
+
+def place_own(op: Op, inputs: Tensors, outputs: Tensors) -> None:
+    """Put the rank's own part of outputs that are moved, not reduced, in its place."""
+    me, size = op.group.rank, op.group.size
+    if not inputs or not outputs:
+        return
+    if op.call in (Call.ALL_GATHER, Call.GATHER):
+        for number, own in enumerate(inputs):
+            _copy(outputs[number * size + me], own)
+    elif op.call is Call.ALL_GATHER_SINGLE:
+        for out, own in zip(outputs, inputs, strict=True):
+            count = own.numel()
+            _copy(out.view(-1)[me * count : (me + 1) * count], own.view(-1))
+    elif op.call is Call.ALL_TO_ALL:
+        _copy(outputs[me], inputs[me])
+    elif op.call is Call.ALL_TO_ALL_SINGLE:
+        source, target = (
+            _rows(inputs[0], op.input_splits, size),
+            _rows(outputs[0], op.output_splits, size),
+        )
+        _copy(target[me], source[me])
+    elif op.call is Call.SCATTER:
+        _copy(outputs[0], inputs[me])
+
+
+# --- reductions ----------------------------------------------------------------------------
+
+
+def _own_input(op: Op, inputs: Tensors, number: int) -> Tensor:
+    """The part of the rank's inputs that goes into an output."""
+    if op.call is Call.REDUCE_SCATTER:
+        return inputs[op.group.rank]
+    if op.call is Call.REDUCE_SCATTER_SINGLE:
+        count = op.outputs[number].elements
+        return inputs[number].view(-1)[op.group.rank * count : (op.group.rank + 1) * count]
+    return inputs[number]
+
+
+def _reduce(op: Op, own: Tensor, given: Tensor, out: Tensor) -> None:
+    """Into `out`, which may be `own`. Of AVG and PREMUL_SUM, see `share_of`."""
+    how = op.reduce_op or ReduceOp.SUM
+    own = own.view(out.shape)
+    real = out.is_floating_point() or out.is_complex()
+    if how is ReduceOp.SUM or (how is ReduceOp.PREMUL_SUM and op.premul_factor is None):
+        torch.add(own, given, out=out)
+    elif how in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) and real:
+        factor = 1 / op.group.size if how is ReduceOp.AVG else op.premul_factor or 1.0
+        # given + factor * own, rounded once.
+        torch.add(given, own, alpha=factor, out=out)
+    elif how is ReduceOp.AVG:
+        torch.add(own, given, out=out)
+        out.floor_divide_(op.group.size)
+    elif how is ReduceOp.PREMUL_SUM:
+        torch.add(own, given, out=out)
+        out.mul_(int(op.premul_factor or 1))
+    else:
+        _ELEMENTWISE[how](own, given, out=out)
+
+
+_ELEMENTWISE: dict[ReduceOp, Callable[..., Any]] = {
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+def _repeat(op: Op, out: Tensor) -> None:
+    """The reduction of as many copies of `out` as there are members, in its place."""
+    how, size = op.reduce_op or ReduceOp.SUM, op.group.size
+    if out.dtype is torch.bool:
+        if how is ReduceOp.BXOR and size % 2 == 0:
+            out.zero_()
+    elif how is ReduceOp.SUM:
+        out.mul_(size)
+    elif how is ReduceOp.PREMUL_SUM:
+        out.mul_(size * (op.premul_factor or 1.0))
+    elif how is ReduceOp.PRODUCT:
+        out.pow_(size)
+    elif how is ReduceOp.BXOR and size % 2 == 0:
+        out.zero_()
+
+
+# --- moving data ---------------------------------------------------------------------------
+
+
+def _copy(out: Tensor, own: Tensor) -> None:
+    if own.data_ptr() != out.data_ptr() or own.numel() == 0:
+        out.copy_(own.view(out.shape))
+
+
+def _rows(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
+    """Parts of a tensor that is cut along its first dimension, each flat."""
+    cuts = row_cuts(tuple(tensor.shape), splits, size)
+    flat = tensor.view(-1)
+    return [flat[cuts[one] : cuts[one + 1]] for one in range(size)]
+
+
+def _gather_own(op: Op, inputs: Tensors, outputs: Tensors) -> None:
+    size = op.group.size
+    if op.call is Call.ALL_GATHER_SINGLE:
+        for out, own in zip(outputs, inputs, strict=True):
+            # Where the input lies in the output, it is written to with what is there.
+            out.view(size, -1).copy_(own.view(1, -1).expand(size, -1))
+        return
+    for number, out in enumerate(outputs):
+        _fill_from(out.view(-1), inputs[number // size].view(-1))
+
+
+def _mirror_exchange(op: Op, inputs: Tensors, outputs: Tensors) -> None:
+    """Every partner sends this rank what it sends itself."""
+    me, size = op.group.rank, op.group.size
+    if op.call is Call.ALL_TO_ALL:
+        targets = [out.view(-1) for out in outputs]
+        mine = inputs[me].view(-1)
+    else:
+        targets = _rows(outputs[0], op.output_splits, size)
+        mine = _rows(inputs[0], op.input_splits, size)[me]
+        if not op.output_splits and not op.input_splits:
+            outputs[0].view(size, -1).copy_(mine.view(1, -1).expand(size, -1))
+            return
+    for target in targets:
+        _fill_from(target, mine)
+
+
+def _fill_from(target: Tensor, source: Tensor) -> None:
+    """As many elements as there are; the rest is zero."""
+    count = min(target.numel(), source.numel())
+    if count == target.numel():
+        if target.data_ptr() != source.data_ptr() or not count:
+            target.copy_(source[:count])
+        return
+    target[:count].copy_(source[:count])
+    target[count:].zero_()

@@ -1,0 +1,351 @@
+"""The role of a sandbox rank that computes on a GPU.
+
+What it communicates from GPU to GPU never leaves its GPU: the rank makes an operation's result
+itself, of its own inputs and of what virtual members give, on the stream on which NCCL would run
+it, and holds that stream until the operation ends in the virtual world. The host waits for nothing.
+Groups of sandbox ranks only are NCCL's own. What is communicated from host to host goes through
+the hub as on CPUs (`prismreplay.run.role`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from prismreplay.collect.handover import Parcel, bytes_of
+from prismreplay.collect.messages import pack_op
+from prismreplay.errors import PlanError, UnsupportedOperationError
+from prismreplay.run.device_numerics import alone, combine, mirror
+from prismreplay.run.device_shares import pieces_of
+from prismreplay.run.device_sources import DeviceSources, Way, follow_rule
+from prismreplay.run.device_streams import Streams
+from prismreplay.run.device_work import DeviceWork, Launcher, is_asynchronous
+from prismreplay.run.following import Followed, GraphFollower, Placed
+from prismreplay.run.marks import DeviceSummary
+from prismreplay.run.outside_memory import BufferPool
+from prismreplay.run.real_group import real_group
+from prismreplay.run.role import SandboxRole
+from prismreplay.runtime.device_clock import StreamKey
+from prismreplay.runtime.device_time import Timeline
+from prismreplay.runtime.operations import Call, Group, Op
+from prismreplay.runtime.recording import RecordRole
+from prismreplay.runtime.roles import Pending
+
+__all__ = ["DeviceRole", "Pacer"]
+
+Tensor = Any
+
+_ALIGNED = 16
+
+
+class Pacer(Protocol):
+    """Holds streams until operations end in the virtual world."""
+
+    def launch(self, works: Sequence[DeviceWork], stream: StreamKey, spare_ns: int) -> None:
+        """Put into a stream what holds it; `spare_ns` of the time go to what comes after."""
+
+    def summarize(self, summary: DeviceSummary) -> DeviceSummary:
+        """How well ends were met; waits for the device."""
+
+
+class DeviceRole(SandboxRole):
+    """See `SandboxRole` for the other arguments.
+
+    Args:
+        streams: of the rank's GPU.
+        timeline: of the recorder.
+        follower: knows where operations are in the graph.
+        sources: say what virtual members give.
+        pacer: holds streams; None: virtual members are always there, and transfers take no time.
+        shares: another sandbox rank computes on the same GPU.
+        is_on_device: whether an operation's tensors, which it is given, are on the GPU.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        streams: Streams,
+        timeline: Timeline,
+        follower: GraphFollower,
+        sources: DeviceSources,
+        pacer: Pacer | None = None,
+        shares: bool = False,
+        is_on_device: Callable[[Op, Sequence[Tensor]], bool],
+        **named: Any,
+    ) -> None:
+        super().__init__(*arguments, **named)
+        self._streams = streams
+        self._follower = follower
+        self._sources = sources
+        self._pacer = pacer
+        self._shares = shares
+        self._is_on_device = is_on_device
+        self._launcher = Launcher(streams, timeline, self._perform)
+        self._recording = RecordRole(self.recorder, timeline)
+        self._buffers = BufferPool(streams.buffers, streams.done)
+        self._batches: dict[int, list[DeviceWork]] = {}
+        self._virtual: dict[str, list[int]] = {}
+        self._uses: dict[str, _Use] = {}
+        self._issuing_ns = self._fetching_ns = 0
+        self._counts: Counter[str] = Counter()
+        self._bytes_per_ns = 0.0
+
+    def make_real_group(self, group: Group, backends: dict[str, str]) -> Any:
+        """NCCL's own, of ranks that are all in the sandbox; else as on CPUs."""
+        alone_here = len(group.ranks) == 1
+        if "nccl" not in backends.values() or alone_here:
+            return super().make_real_group(group, backends)
+        if not (self._makes_groups and self._sandbox.issuperset(group.ranks)):
+            return None
+        self._require_own_gpu(group)
+        self._real.add(group.key)
+        return real_group(
+            f"real/{group.key}", group.rank, group.size, self.ledger.store_port, backends
+        )
+
+    def submit(
+        self,
+        op: Op,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        call: Callable[[], Any],
+    ) -> Pending:
+        """See `prismreplay.runtime.roles.Role`."""
+        begun = time.monotonic_ns()
+        placed = self._follower.place(op)
+        if not self._is_on_device(op, inputs or outputs):
+            self._connection.tell(("placed", placed))
+            return super().submit(op, inputs, outputs, call)
+        self._note_use(op, placed)
+        if op.group.key in self._real:
+            return self._recording.submit(op, inputs, outputs, call)
+        if self._shares:
+            self._require_own_gpu(op.group)
+        if len(self._sandbox) > 1:
+            self._require_one(op)
+        work = DeviceWork(
+            self._launcher,
+            op,
+            self.recorder.latest[0],
+            placed,
+            (inputs, outputs),
+            asynchronous=is_asynchronous(op, call),
+        )
+        if op.batch is None:
+            self._launch([work])
+        else:
+            self._batches.setdefault(op.batch, []).append(work)
+        self._issuing_ns += time.monotonic_ns() - begun
+        return work
+
+    def batch_over(self, number: int) -> None:
+        """All operations of a batch are submitted: they are launched as one."""
+        works = self._batches.pop(number, None)
+        if works:
+            begun = time.monotonic_ns()
+            self._launch(works)
+            self._issuing_ns += time.monotonic_ns() - begun
+
+    def tell_summary(self, spun: int = 0) -> None:
+        """Tell the hub how it went, at the rank's end."""
+        super().tell_summary(spun)
+        _, peak_reserved, peak_allocated = self._streams.memory()
+        summary = DeviceSummary(
+            rank=self.rank,
+            operations=self._counts["operations"],
+            issuing_ns=self._issuing_ns,
+            mirrored=self._counts["mirrored"],
+            fetched=self._counts["fetched"],
+            fetching_ns=self._fetching_ns,
+            peak_allocated_bytes=peak_allocated,
+            peak_reserved_bytes=peak_reserved,
+            outside_bytes=self._buffers.nbytes,
+        )
+        if self._pacer is not None:
+            summary = self._pacer.summarize(summary)
+        follower = self._follower
+        followed = Followed(follower.repeated, follower.missing, follower.resized)
+        uses = [(key, *use.fields()) for key, use in self._uses.items()]
+        self._connection.tell(("device", tuple(summary), tuple(followed), uses))
+
+    # --- one launch ------------------------------------------------------------------------
+
+    def _launch(self, works: Sequence[DeviceWork]) -> None:
+        for work in works:
+            work.scratch = self._backends_memory(work.op)
+        self._launcher.launch(works)
+
+    def _perform(self, works: Sequence[DeviceWork], stream: StreamKey) -> None:
+        """Put operations into a stream, which is current."""
+        self._counts["operations"] += len(works)
+        ways = [self._way(work.op) for work in works]
+        if self._pacer is not None:
+            spare = sum(map(self._numerics_ns, works, ways))
+            self._pacer.launch(works, stream, spare)
+        for work, way in zip(works, ways, strict=True):
+            self._compute(work, way, stream)
+
+    def _way(self, op: Op) -> Way | None:
+        """None: there is nobody else in the group."""
+        if not self._virtual_members(op) and op.call is not Call.RECV:
+            return None
+        return self._sources.way(self.rank, op)
+
+    def _compute(self, work: DeviceWork, way: Way | None, stream: StreamKey) -> None:
+        op, inputs, outputs = work.op, work.inputs, work.outputs
+        if way is None:
+            alone(op, inputs, outputs)
+        elif way.kind == "recording":
+            self._combine(work, stream)
+        elif way.kind == "rule":
+            follow_rule(way, op, inputs, outputs, self._streams)
+        elif way.kind == "mirror":
+            self._counts["mirrored"] += 1
+            mirror(op, inputs, outputs, self._streams.noise)
+
+    def _combine(self, work: DeviceWork, stream: StreamKey) -> None:
+        """With what the hub knows of the virtual members' part."""
+        op, outputs = work.op, work.outputs
+        pieces = pieces_of(op, self._virtual_members(op))
+        if not pieces:
+            combine(op, work.inputs, outputs, pieces, [])
+            return
+        parcel = self._fetch(work)
+        sizes = [piece.elements * outputs[piece.output].element_size() for piece in pieces]
+        places = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+        pair = self._buffers.take(places[-1])
+        pinned, there = pair
+        memory, offset = bytes_of(pinned), 0
+        for size, place in zip(sizes, places, strict=False):
+            parcel.read_into(memory[place : place + size], offset)
+            offset += size
+        parcel.close()
+        there[: places[-1]].copy_(pinned[: places[-1]], non_blocking=True)
+        given = [
+            there[place : place + size].view(outputs[piece.output].dtype)
+            for piece, size, place in zip(pieces, sizes, places, strict=False)
+        ]
+        combine(op, work.inputs, outputs, pieces, given)
+        over = self._streams.new_event()
+        self._streams.record(over, stream)
+        self._buffers.give(pair, over)
+
+    def _fetch(self, work: DeviceWork) -> Parcel:
+        """Ask the hub for the virtual members' part; the device idles if it has nothing else."""
+        begun = time.monotonic_ns()
+        op, placed = work.op, work.placed
+        if op.call is Call.RECV and op.peer is None:
+            op = replace(op, peer=placed.peer)
+        op = replace(op, seq=placed.data_seq)
+        answer, file = self._connection.ask("virtual", pack_op(op, self._step()))
+        self._counts["fetched"] += 1
+        self._fetching_ns += time.monotonic_ns() - begun
+        return Parcel(answer[2], file, answer[3])
+
+    def _backends_memory(self, op: Op) -> Any:
+        """What NCCL's group allocates with torch for an operation, and keeps until it is over."""
+        if op.call is Call.BARRIER:
+            return self._streams.scratch(1, torch.float32)
+        if op.call is Call.ALL_GATHER:
+            specs = op.outputs
+        elif op.call is Call.REDUCE_SCATTER:
+            specs = op.inputs
+        else:
+            return None
+        if len({spec.shape for spec in specs}) != 1:
+            return None
+        count = sum(spec.elements for spec in specs)
+        return self._streams.scratch(count, getattr(torch, specs[0].dtype.value))
+
+    def _numerics_ns(self, work: DeviceWork, way: Way | None) -> int:
+        """About how long the GPU will compute an operation's result."""
+        if way is None or not work.outputs:
+            return 0
+        if way.kind == "mirror" and work.outputs is work.inputs and _is_own(work.op):
+            return 0
+        if not self._bytes_per_ns:
+            self._bytes_per_ns = self._streams.bytes_per_ns()
+        moved = 3 if way.kind == "recording" else 2
+        nbytes = sum(spec.nbytes for spec in work.op.outputs)
+        return round(moved * nbytes / self._bytes_per_ns) + 2_000
+
+    # --- groups and graph ------------------------------------------------------------------
+
+    def _virtual_members(self, op: Op) -> list[int]:
+        """Places of the virtual members that take part."""
+        group = op.group
+        if op.call in (Call.SEND, Call.RECV):
+            return [] if op.peer is None else [group.ranks.index(op.peer)]
+        found = self._virtual.get(group.key)
+        if found is None:
+            found = [n for n, rank in enumerate(group.ranks) if rank not in self._sandbox]
+            self._virtual[group.key] = found
+        return found
+
+    def _require_own_gpu(self, group: Group) -> None:
+        if self._shares:
+            raise PlanError(
+                "sandbox ranks share a GPU: they would not take the time that they take",
+                where=f"rank {self.rank}, group {group.desc or group.name!r}",
+                hint="as many sandbox ranks as there are GPUs, at the most; a program that shall "
+                "run on CPUs does so with CUDA_VISIBLE_DEVICES empty",
+            )
+
+    def _require_one(self, op: Op) -> None:
+        """Groups of several sandbox ranks and virtual ones, and messages between the former."""
+        others = self._sandbox - {self.rank}
+        p2p = op.call in (Call.SEND, Call.RECV)
+        if others.isdisjoint((op.peer,) if p2p else op.group.ranks):
+            return
+        raise UnsupportedOperationError(
+            f"{op.call.value} of GPU tensors between sandbox ranks in a group with virtual ranks",
+            where=f"rank {self.rank}, group {op.group.desc or op.group.name!r}",
+            hint="choose sandbox ranks of which no two are in such a group, or one alone",
+        )
+
+    def _note_use(self, op: Op, placed: Placed) -> None:
+        use = self._uses.get(op.group.key)
+        if use is None:
+            use = self._uses[op.group.key] = _Use(op.group, self._sandbox)
+        use.operations += 1
+        use.real += op.group.key in self._real or use.is_whole
+        use.nbytes += op.payload_bytes
+        use.sources[placed.transfer_source or "none"] += 1
+
+
+def _is_own(op: Op) -> bool:
+    """Whether mirrored partners leave the rank's own numbers as they are."""
+    return op.reduce_op is not None and op.reduce_op.name in ("AVG", "MIN", "MAX", "BAND", "BOR")
+
+
+class _Use:
+    """What becomes of a group; see `prismreplay.run.hybrid.GroupUse`."""
+
+    __slots__ = ("group", "is_whole", "nbytes", "operations", "real", "sandbox", "sources")
+
+    def __init__(self, group: Group, sandbox: frozenset[int]) -> None:
+        self.group = group
+        self.sandbox = tuple(rank for rank in group.ranks if rank in sandbox)
+        self.is_whole = len(self.sandbox) == len(group.ranks)
+        self.operations = self.real = self.nbytes = 0
+        self.sources: Counter[str] = Counter()
+
+    def fields(self) -> tuple[Any, ...]:
+        """For the hub."""
+        group = self.group
+        return (
+            group.label,
+            group.desc,
+            group.ranks,
+            self.sandbox,
+            self.operations,
+            self.real,
+            self.nbytes,
+            self.sources,
+        )

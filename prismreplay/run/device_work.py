@@ -1,0 +1,172 @@
+"""Operations of a rank on its GPU: put into streams as NCCL does, waited for by streams.
+
+An operation that the program does not wait for at once runs on a stream of its group (of messages:
+of the pair of ranks) that waits for what the program had put into its own before; `wait` has the
+stream that is current then wait for its end. All others run on the program's current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from prismreplay.run.device_streams import Streams
+from prismreplay.run.following import Placed
+from prismreplay.runtime.device_clock import StreamKey
+from prismreplay.runtime.operations import Call, Op
+from prismreplay.runtime.shelves import Kept, Shelf
+
+__all__ = ["DeviceWork", "Launcher", "is_asynchronous"]
+
+Tensor = Any
+
+
+def is_asynchronous(op: Op, call: Callable[[], Any]) -> bool:
+    """Whether the program goes on while it runs: messages always, else as its options say."""
+    if op.call in (Call.SEND, Call.RECV):
+        return True
+    arguments = [*getattr(call, "args", ()), *getattr(call, "keywords", {}).values()]
+    return all(getattr(one, "asyncOp", True) for one in arguments)
+
+
+class DeviceWork:
+    """An operation that the rank performs itself; see `prismreplay.runtime.roles.Pending`."""
+
+    __slots__ = (
+        "_launcher", "asynchronous", "end", "inputs", "kept", "op", "outputs", "placed", "scratch",
+        "source", "stream", "token", "waited",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        op: Op,
+        token: int,
+        placed: Placed,
+        tensors: tuple[Sequence[Tensor], Sequence[Tensor]],
+        *,
+        asynchronous: bool,
+    ) -> None:
+        self.source = placed.peer
+        self.op = op
+        self.token = token
+        self.placed = placed
+        self.inputs, self.outputs = tensors
+        self.asynchronous = asynchronous
+        self.end: Any = None
+        self.stream: StreamKey | None = None
+        self.scratch: Any = None
+        """Memory of torch's allocator that the backend would have for it."""
+        self.kept: Kept | None = None
+        self.waited = False
+        self._launcher = launcher
+
+    def wait(self) -> None:
+        """Have the current stream wait; of a barrier, the host."""
+        self.wait_by_future()
+        self.release()
+
+    def wait_by_future(self) -> None:
+        """As `wait`; the tensors stay for now, as the backend keeps them then."""
+        if not self.waited:
+            self.waited = True
+            self._launcher.wait(self)
+
+    def release(self) -> None:
+        """Let go of the tensors."""
+        if self.kept is not None:
+            self.kept.release()
+
+    def done(self) -> bool:
+        """True once the device is past it."""
+        return self.end is None or self._launcher.streams.done(self.end)
+
+    def forget_tensors(self) -> None:
+        """They are needed no more to launch it."""
+        self.inputs = self.outputs = ()
+        self.scratch = None
+
+
+class _Timeline(Protocol):
+    def ends_in(self, index: int, stream: StreamKey) -> None: ...
+
+
+class Launcher:
+    """Puts operations into streams.
+
+    Args:
+        streams: of the rank's device.
+        timeline: is told where operations end that have a stream of their own.
+        perform: puts the kernels of operations into the current stream, which is the given one.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        timeline: _Timeline,
+        perform: Callable[[Sequence[DeviceWork], StreamKey], None],
+    ) -> None:
+        self.streams = streams
+        self._timeline = timeline
+        self._perform = perform
+        self._queues: dict[Any, StreamKey] = {}
+        self._events: list[Any] = []
+        self._shelves: dict[str, Shelf] = {}
+
+    def launch(self, works: Sequence[DeviceWork]) -> None:
+        """Start operations, as one."""
+        streams = self.streams
+        current = streams.current()
+        if not any(work.asynchronous for work in works):
+            with streams.using(None):
+                self._perform(works, current)
+            for work in works:
+                # It runs before whatever uses this memory next, as that does so in this stream.
+                work.forget_tensors()
+            return
+        stream = self._stream_of(works[0].op)
+        begin = self._event()
+        streams.record(begin, current)
+        streams.wait(stream, begin)
+        self._events.append(begin)
+        with streams.using(stream):
+            self._perform(works, stream)
+        end = streams.new_event()
+        streams.record(end, stream)
+        shelf = self._shelf(works[0].op)
+        over = partial(streams.done, end)
+        for work in works:
+            work.end, work.stream = end, stream
+            self._timeline.ends_in(work.token, stream)
+            work.kept = shelf.keep((work.inputs, work.outputs, work.scratch), over)
+            work.forget_tensors()
+
+    def wait(self, work: DeviceWork) -> None:
+        """Have the current stream wait for an operation; of a barrier, the host."""
+        current = self.streams.current()
+        if work.end is not None and work.stream != current:
+            self.streams.wait(current, work.end)
+        if work.op.call is Call.BARRIER:
+            self.streams.synchronize(current)
+
+    def _stream_of(self, op: Op) -> StreamKey:
+        """One a group; of messages outside of batches, one a pair of ranks in it."""
+        key: Any = op.group.key
+        if op.peer is not None and op.batch is None:
+            key = key, frozenset((op.peer, op.group.global_rank))
+        found = self._queues.get(key)
+        if found is None:
+            found = self._queues[key] = self.streams.new_stream()
+        return found
+
+    def _shelf(self, op: Op) -> Shelf:
+        shelf = self._shelves.get(op.group.key)
+        if shelf is None:
+            shelf = self._shelves[op.group.key] = Shelf()
+        shelf.issued()
+        return shelf
+
+    def _event(self) -> Any:
+        """Events that streams wait for can be recorded again at once: waits were told before."""
+        return self._events.pop() if self._events else self.streams.new_event()
