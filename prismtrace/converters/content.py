@@ -1,4 +1,4 @@
-"""The bytes of a file, decompressed, in blocks of bounded size.
+"""The bytes of a file, decompressed, in blocks of bounded size or, up to a bound, as a whole.
 
 Whether a file is gzipped is decided by its first two bytes: people rename `.json.gz` to
 `.json` and back.
@@ -7,17 +7,21 @@ Whether a file is gzipped is decided by its first two bytes: people rename `.jso
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from prismtrace.errors import InputFileError
 
-__all__ = ["GZIP_MAGIC", "read_blocks"]
+__all__ = ["GZIP_MAGIC", "read_blocks", "read_json", "read_whole"]
 
 GZIP_MAGIC = b"\x1f\x8b"
 _READ_BYTES = 128 * 1024
 _BLOCK_BYTES = 512 * 1024
+_MOST_BYTES = 1 << 30
+"""Of a file that is read as a whole."""
+
+Form = TypeVar("Form")
 
 
 def read_blocks(
@@ -49,6 +53,42 @@ def read_blocks(
             where=str(path),
             hint="check that the path exists, is a file and may be read",
         ) from error
+
+
+def read_whole(blocks: Iterable[bytes], too_large: InputFileError) -> bytes:
+    """All blocks as one; raises `too_large` when they are more than 1 GiB."""
+    text = bytearray()
+    for block in blocks:
+        text += block
+        if len(text) > _MOST_BYTES:
+            raise too_large
+    return bytes(text)
+
+
+def read_json(
+    blocks: Iterable[bytes], form: type[Form], *, name: str, where: str, smaller: str, hint: str
+) -> Form:
+    """A JSON document that is read as a whole.
+
+    Args:
+        blocks: the bytes.
+        form: the msgspec type of what it holds.
+        name: what the file should be, without an article, for errors.
+        where: the file, for errors.
+        smaller: what to do when it is too large.
+        hint: what to do when it is something else.
+
+    Raises:
+        InputFileError: it is larger than 1 GiB, or of another form.
+    """
+    import msgspec
+
+    large = InputFileError(f"a {name} of more than 1 GiB", where=where, hint=smaller)
+    text = read_whole(blocks, large)
+    try:
+        return msgspec.json.decode(text, type=form, strict=False)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InputFileError(f"no {name}, or cut off: {error}", where=where, hint=hint) from error
 
 
 def _read_pieces(file: BinaryIO, on_bytes: Callable[[int], None] | None) -> Iterator[bytes]:

@@ -11,11 +11,11 @@ import numpy as np
 
 from prismtrace.converters.chakra.nodes import UNKNOWN, ChakraNodes
 from prismtrace.converters.chakra.wire import Ints
+from prismtrace.converters.content import read_json
 from prismtrace.errors import InputFileError
 
 __all__ = ["read_feeder"]
 
-_MOST_BYTES = 1 << 30
 _INTEGERS = (
     "is_cpu_op",
     "tensor_size",
@@ -61,23 +61,14 @@ def read_feeder(blocks: Iterable[bytes], *, where: str, counts: Counter[str]) ->
     Raises:
         InputFileError: it is not of that form, or larger than 1 GiB.
     """
-    text = bytearray()
-    for block in blocks:
-        text += block
-        if len(text) > _MOST_BYTES:
-            raise InputFileError(
-                "a Chakra trace of more than 1 GiB as JSON",
-                where=where,
-                hint="convert it to Chakra's protobuf form, which is read in pieces",
-            )
-    try:
-        nodes = msgspec.json.decode(bytes(text), type=_Document, strict=False).workload_graph
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InputFileError(
-            f"no Chakra trace as JSON: {error}",
-            where=where,
-            hint='expected {"workload_graph": [{"Id": 0, "Name": …, "NodeType": 4}, …]}',
-        ) from error
+    nodes = read_json(
+        blocks,
+        _Document,
+        name="Chakra trace as JSON",
+        where=where,
+        smaller="convert it to Chakra's protobuf form, which is read in pieces",
+        hint='expected {"workload_graph": [{"Id": 0, "Name": …, "NodeType": 4}, …]}',
+    ).workload_graph
     counts["events"] += len(nodes)
     return _columns(nodes, where)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prismtrace.converters.content import read_blocks
+from prismtrace.converters.content import read_blocks, read_whole
 from prismtrace.converters.flight.calls import comm_of, user_frame, world_of
 from prismtrace.converters.flight.pickled import PlainPickleError, load_plain
 from prismtrace.converters.groups import NamedGroup
@@ -25,7 +25,6 @@ State = str
 """``scheduled``, ``started`` or ``completed``."""
 
 _STATES = ("scheduled", "started", "completed")
-_MOST_BYTES = 1 << 30
 _MOST_ENTRIES = 1_000_000
 _INT64 = range(-(2**63), 2**63)
 
@@ -121,17 +120,10 @@ def _no_dump(path: Path, problem: str) -> InputFileError:
 
 
 def _plain(path: Path) -> Any:
-    parts: list[bytes] = []
-    size = 0
     damage: Counter[str] = Counter()
-    for block in read_blocks(path, counts=damage):
-        parts.append(block)
-        size += len(block)
-        if size > _MOST_BYTES:
-            raise _no_dump(path, f"it is larger than {_MOST_BYTES >> 20} MiB")
+    data = read_whole(read_blocks(path, counts=damage), _no_dump(path, "it is larger than 1 GiB"))
     if damage:
         raise _no_dump(path, "the compressed data breaks off or is damaged")
-    data = b"".join(parts)
     if data[:1] == b"\x80":
         try:
             return load_plain(data)

@@ -24,17 +24,18 @@ from prismtrace.errors import AlignmentError, RankError
 
 __all__ = ["apart", "join", "require_profiles"]
 
-_TOLD = {
-    "collective": pl.String(),
-    "dtype": pl.String(),
-    "in_nelems": pl.Int64(),
-    "out_nelems": pl.Int64(),
-    "group_size": pl.Int64(),
-    "pg_name": pl.String(),
-    "pg_desc": pl.String(),
-    "seq": pl.Int64(),
-    "peer": pl.Int64(),
-}
+# Columns of a communication that an execution trace can tell, in the order of `_row`.
+_TOLD = (
+    "collective",
+    "dtype",
+    "in_nelems",
+    "out_nelems",
+    "group_size",
+    "pg_name",
+    "pg_desc",
+    "seq",
+    "peer",
+)
 
 
 def apart(
@@ -116,7 +117,7 @@ def join(file: KinetoFile, path: Path, counts: Counter[str]) -> tuple[KinetoFile
     counts["joined-execution-trace"] += len(pairs)
     told = pl.DataFrame(
         [_row(row, operator) for row, operator in pairs],
-        schema={"row": pl.UInt32(), **_TOLD},
+        schema={name: COMM_SCHEMA[name] for name in ("row", *_TOLD)},
         orient="row",
     )
     comms = file.comms.join(

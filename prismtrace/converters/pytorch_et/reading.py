@@ -17,15 +17,13 @@ from typing import Any
 import msgspec
 
 from prismtrace.converters.chakra.listed import group_configs
-from prismtrace.converters.content import read_blocks
+from prismtrace.converters.content import read_blocks, read_json
 from prismtrace.converters.groups import NamedGroup
 from prismtrace.converters.kineto.names import collective_kind, dtype_of
 from prismtrace.converters.kineto.records import MOST_ELEMENTS
-from prismtrace.errors import InputFileError
 
 __all__ = ["CommRecord", "ExecutionTrace", "Operator", "read_execution_trace"]
 
-_MOST_BYTES = 1 << 30
 _RECORD = "record_param_comms"
 _GROUPS = "## process_group:init ##"
 _WORLD = ("0", "default_pg")
@@ -112,23 +110,14 @@ def read_execution_trace(path: Path) -> ExecutionTrace:
         InputFileError: it cannot be read, is cut off or of another form, or larger than 1 GiB.
     """
     counts: Counter[str] = Counter()
-    text = bytearray()
-    for block in read_blocks(path, counts=counts):
-        text += block
-        if len(text) > _MOST_BYTES:
-            raise InputFileError(
-                "an execution trace of more than 1 GiB",
-                where=str(path),
-                hint="record fewer steps",
-            )
-    try:
-        nodes = msgspec.json.decode(bytes(text), type=_Document, strict=False).nodes
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InputFileError(
-            f"no PyTorch execution trace, or cut off: {error}",
-            where=str(path),
-            hint="was the observer stopped before the program ended? record again",
-        ) from error
+    nodes = read_json(
+        read_blocks(path, counts=counts),
+        _Document,
+        name="PyTorch execution trace",
+        where=str(path),
+        smaller="record fewer steps",
+        hint="was the observer stopped before the program ended? record again",
+    ).nodes
     counts["events"] += len(nodes)
     groups, names = _groups(nodes, counts)
     world = [len(group.ranks) for group in groups if group.ranks and _is_world(group)]
