@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
 
-__all__ = ["ClockLine", "Pair"]
+__all__ = ["ClockLine", "Pair", "Piece"]
 
 _LOOSE = 4
 """A pair that is so many times wider than the median one tells nothing."""
@@ -23,6 +25,21 @@ class Pair:
     device_ns: int
     host_ns: int
     half_ns: int
+
+
+class Piece(NamedTuple):
+    """Holds for times of the device from `low` to before `high`; there may be very many."""
+
+    low: float
+    high: float
+    device_ns: int
+    at_host_ns: int
+    drift: float
+
+    def host_ns(self, device_ns: int) -> int:
+        """The host's time."""
+        passed = device_ns - self.device_ns
+        return self.at_host_ns + passed + round(passed * self.drift)
 
 
 @dataclass
@@ -56,13 +73,20 @@ class ClockLine:
 
     def host_ns(self, device_ns: int) -> int:
         """The host's time at a time of the device; there must be a pair."""
+        return self.piece(device_ns).host_ns(device_ns)
+
+    def piece(self, device_ns: float) -> Piece:
+        """The straight piece of the line that a time of the device is on."""
         good = self._good
         if len(good) == 1:
-            return device_ns - good[0].device_ns + good[0].host_ns
+            return Piece(-inf, inf, good[0].device_ns, good[0].host_ns, 0.0)
         at = min(max(bisect_right(self._starts, device_ns), 1), len(good) - 1)
         before, after = good[at - 1], good[at]
-        passed = device_ns - before.device_ns
-        drift = (after.host_ns - before.host_ns) - (after.device_ns - before.device_ns)
-        return (
-            before.host_ns + passed + round(passed * drift / (after.device_ns - before.device_ns))
+        length = after.device_ns - before.device_ns
+        return Piece(
+            -inf if at == 1 else before.device_ns,
+            inf if at == len(good) - 1 else after.device_ns,
+            before.device_ns,
+            before.host_ns,
+            (after.host_ns - before.host_ns - length) / length,
         )

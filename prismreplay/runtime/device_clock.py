@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from prismreplay.runtime.clock_line import ClockLine, Pair
@@ -154,11 +155,28 @@ class DeviceClock:
 
     def time_of(self, mark: Mark) -> int:
         """The host's time when the device passed a mark."""
-        anchor = mark.anchor
-        if anchor is None or anchor.device_ns is None:
-            return mark.host_ns
-        passed = self._devices.elapsed_ns(anchor.event, mark.event)
-        return self.line.host_ns(round(anchor.device_ns + passed))
+        return next(self._times((mark,)))
+
+    def resolve(self, marks: Iterable[Mark]) -> None:
+        """Give marks that the device is past their times, and their events back to the pool."""
+        give_back = self.pool.append
+        for mark, ns in zip(marks, self._times(marks), strict=True):
+            mark.ns = ns
+            give_back(mark.event)
+            mark.event = mark.anchor = None
+
+    def _times(self, marks: Iterable[Mark]) -> Iterator[int]:
+        elapsed_ns, line, piece = self._devices.elapsed_ns, self.line, None
+        for mark in marks:
+            anchor = mark.anchor
+            if anchor is None or anchor.device_ns is None:
+                yield mark.host_ns
+                continue
+            at = anchor.device_ns + elapsed_ns(anchor.event, mark.event)
+            if piece is None or not piece.low <= at < piece.high:
+                piece = line.piece(at)
+            passed = round(at) - piece.device_ns
+            yield piece.at_host_ns + passed + round(passed * piece.drift)
 
 
 def _width(anchor: _Anchor) -> float:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from prismreplay.runtime.device_clock import DeviceClock, Devices, Mark, StreamKey
@@ -39,14 +39,13 @@ LAST_WORDS_S = 6.0
 class _Communication:
     """One that is not told yet. `bound` is when a stream that waits for it went on."""
 
-    __slots__ = ("begin", "bound", "end", "index", "kept", "parked")
+    __slots__ = ("begin", "bound", "end", "index", "parked")
 
     def __init__(self, index: int, begin: Mark) -> None:
         self.index = index
         self.begin = begin
         self.end: Mark | None = None
         self.bound: Mark | None = None
-        self.kept: Any = None
         self.parked = False
 
 
@@ -138,23 +137,26 @@ class Timeline:
         entry = self._open[index] = _Communication(index, begin)
         self._spans.append(entry)
 
-    def follow(self, index: int, work: Any, queue: Hashable, device: int, kept: Any) -> None:
+    def ready(self) -> bool:
+        """Whether a device may be asked something: one is in use, and no graph is captured."""
+        return self._seam.ready()
+
+    def follow(self, index: int, work: Any, queue: Hashable, device: int) -> None:
         """Mark the end of a communication on the backend's stream.
+
+        The backend gives its references to the tensors up once a stream waits, and ours does so
+        early: whoever calls this keeps them (`prismreplay.runtime.shelves`).
 
         Args:
             index: of the communication.
             work: torch's handle; None when it runs on the program's own stream.
             queue: those of one queue run one after another.
             device: that performs it.
-            kept: tensors that must stay until a stream of the program waits for it: the backend
-                gives its own references up once a stream waits, and ours does so early.
         """
-        self.follow_all([(index, kept)], work, queue, device)
+        self.follow_all((index,), work, queue, device)
 
-    def follow_all(
-        self, those: list[tuple[int, Any]], work: Any, queue: Hashable, device: int
-    ) -> None:
-        """As `follow`, for several that were launched as one: index and kept tensors of each."""
+    def follow_all(self, those: Sequence[int], work: Any, queue: Hashable, device: int) -> None:
+        """As `follow`, for several that were launched as one."""
         if work is None or self._broken or not self._seam.ready():
             return
         follower = self._follower(queue, device)
@@ -166,10 +168,17 @@ class Timeline:
         except RuntimeError:
             return  # the program's own wait will say so
         mark = self.mark(follower)
-        for index, kept in those:
+        for index in those:
             entry = self._open.get(index)
             if entry is not None:
-                entry.end, entry.kept = mark, kept
+                entry.end = mark
+
+    def ends_in(self, index: int, stream: StreamKey) -> None:
+        """A stream of ours performs a communication; all that it takes was put there."""
+        mark = self.mark(stream)
+        entry = self._open.get(index)
+        if entry is not None:
+            entry.end = mark
 
     def _follower(self, queue: Hashable, device: int) -> StreamKey | None:
         key = (queue, device)
@@ -187,7 +196,6 @@ class Timeline:
             entry = self._open.pop(index, None)
             if entry is None:
                 return
-            entry.kept = None
             if entry.end is None:
                 entry.end = mark
             else:
@@ -261,17 +269,10 @@ class Timeline:
                 return
             self._batches.popleft()
             self._waiting -= len(batch.marks)
-            for mark in batch.marks:
-                self._resolve(mark)
+            for number, device in self._devices.items():
+                alone = len(self._devices) == 1
+                device.resolve(batch.marks if alone else _of_device(batch.marks, number))
             self._tell(batch.spans)
-
-    def _resolve(self, mark: Mark) -> None:
-        if mark.stream is None or mark.event is None:
-            return
-        device = self._devices[mark.stream[1]]
-        mark.ns = device.time_of(mark)
-        device.pool.append(mark.event)
-        mark.event = mark.anchor = None
 
     def _tell(self, spans: list[Any]) -> None:
         for span in spans:
@@ -296,7 +297,6 @@ class Timeline:
             (self._batches[0].spans if self._batches else self._spans).append(entry)
             return
         self._open.pop(entry.index, None)
-        entry.kept = None
         start, end = entry.begin.ns, entry.end.ns
         if entry.bound is not None and entry.bound.ns is not None:
             # Its follower and the program's stream went on at one moment, seen by two events.
@@ -343,3 +343,7 @@ class Timeline:
             start = entry.begin.ns if entry.begin.ns is not None else entry.begin.host_ns
             self._writer.add((TIMED, entry.index, start, None))
         self._open.clear()
+
+
+def _of_device(marks: list[Mark], number: int) -> list[Mark]:
+    return [mark for mark in marks if mark.stream is not None and mark.stream[1] == number]

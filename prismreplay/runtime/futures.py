@@ -12,7 +12,7 @@ for all futures handed out, in order: the waits happen, and are recorded, where 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -65,6 +65,11 @@ class PendingFuture(torch.futures.Future):  # type: ignore[misc]
         for follower in followers:
             follower()
 
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing was attached that runs once it is complete."""
+        return not self._followers
+
     def finish(self) -> None:
         """Wait for the communication and complete this future."""
         if not self._complete and self._finish is not None:
@@ -113,9 +118,14 @@ class PendingFuture(torch.futures.Future):  # type: ignore[misc]
 
 
 class FutureQueue:
-    """Futures that C++ code may be going to wait for, in the order they were handed out."""
+    """Futures that C++ code may be going to wait for, in the order they were handed out.
 
-    def __init__(self) -> None:
+    Args:
+        together: entered around waits that follow each other with nothing in between.
+    """
+
+    def __init__(self, together: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        self._together = together
         self._waiting: list[PendingFuture] = []
         self._backward_tasks: set[int] = set()
         self._collecting = 0
@@ -139,8 +149,13 @@ class FutureQueue:
 
     def finish_all(self) -> None:
         """Wait for all of them, in order."""
-        while self._waiting:
-            self._waiting.pop(0).finish()
+        waiting = self._waiting
+        while waiting:
+            alike = next((at for at, each in enumerate(waiting) if not each.is_last), len(waiting))
+            with self._together() if alike > 1 else nullcontext():
+                for future in waiting[: max(alike, 1)]:
+                    waiting.remove(future)
+                    future.finish()
 
     def _end_of_backward(self, task: int) -> None:
         self._backward_tasks.discard(task)

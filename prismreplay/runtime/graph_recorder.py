@@ -9,7 +9,8 @@ wait begins or ends, a step, microbatch, chunk or phase begins or ends. In a ran
 names as a copy between device and host, segments are nodes that copy. There is no segment
 
 - between issuing a communication and waiting for it when one call of torch.distributed does both,
-- between the operations of a batch, nor between waits for operations of one batch.
+- between the operations of a batch, nor between waits for operations of one batch,
+- between waits that follow each other within one function of torch's, as at the end of backward.
 
 A communication depends on the segment before it and on what is ahead of it in its queue: each
 group has one for collectives and, for p2p, one for every partner and direction (an exchange in
@@ -25,7 +26,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -119,6 +121,8 @@ class GraphRecorder:
         self._from_anyone: dict[int, Op] = {}
         self._batches: dict[int, int] = {}
         self._first_of_step = 0
+        self._together: list[int] | None = None
+        """Operations waited for, while the program does nothing in between."""
         self._finished = False
         if clock is not None or timeline is not None:
             writer.add_fact({"queued": True})
@@ -134,8 +138,7 @@ class GraphRecorder:
 
     def issued(self, op: Op) -> int:
         """See `prismreplay.runtime.roles.GraphObserver`; the token is the node's index."""
-        self.lanes.find()
-        now = self._clock()
+        now = self._mark()
         what, _, batch, _ = self._last
         if what != "issued" or op.batch is None or op.batch != batch:
             self._end_segment(now)
@@ -159,7 +162,7 @@ class GraphRecorder:
         if op.batch is not None:
             self._batches[index] = op.batch
         self._last = ("issued", index, op.batch, self._callers())
-        self.latest = (index, now if isinstance(now, int) else 0)
+        self.latest = (index, now if isinstance(now, int) else getattr(now, "host_ns", 0))
         self._begin_segment(now)
         return index
 
@@ -175,8 +178,9 @@ class GraphRecorder:
             return
         if what == "waited" and batch is not None and batch == self._batches.get(token):
             return
-        self.lanes.find()
-        self._end_segment(self._clock())
+        if self._together:
+            return
+        self._end_segment(self._mark())
 
     def waited(self, token: int, source: int | None = None) -> None:
         """See `prismreplay.runtime.roles.GraphObserver`."""
@@ -187,9 +191,29 @@ class GraphRecorder:
         self.lanes.find()
         self.lanes.current.waited.append(token)
         self._last = ("waited", token, self._batches.pop(token, None), ())
-        now = self._clock()
+        if self._together is None:
+            self._go_on((token,))
+        else:
+            self._together.append(token)
+
+    @contextmanager
+    def waits_together(self) -> Iterator[None]:
+        """The program waits for several operations and does nothing in between."""
+        those: list[int] = []
+        self._together = those
+        try:
+            yield
+        finally:
+            self._together = None
+            if those:
+                self._go_on(those)
+
+    def _go_on(self, tokens: Sequence[int]) -> None:
+        """The program goes on after it has waited."""
+        now = self._mark()
         if self._timeline is not None:
-            self._timeline.waited(token, now)
+            for token in tokens:
+                self._timeline.waited(token, now)
         self._begin_segment(now)
 
     def completed(self, token: int, start_ns: int, end_ns: int) -> None:
@@ -220,6 +244,11 @@ class GraphRecorder:
             self._timeline.close()
         self._writer.close()
 
+    def _mark(self) -> Any:
+        """Now, in the stream that the program puts work into."""
+        stream = self.lanes.find()
+        return self._clock() if self._timeline is None else self._timeline.mark(stream)
+
     # Segments -----------------------------------------------------------------------------
 
     def _end_segment(self, now: Any) -> None:
@@ -229,8 +258,7 @@ class GraphRecorder:
 
     def _cut(self, place: Place) -> None:
         """The program moves on from a place."""
-        self.lanes.find()
-        now = self._clock()
+        now = self._mark()
         self._add_segment(place, now)
         self.moved()
         self._begin_segment(now)

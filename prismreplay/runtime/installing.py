@@ -9,6 +9,7 @@ torch's tables. For others no backend and no server is ever started, also not fo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -60,7 +61,8 @@ class Installation:
     def __init__(self, role: Role, observer: GraphObserver) -> None:
         self.role = role
         self.observer = observer
-        self.futures = futures.FutureQueue()
+        together = getattr(observer, "waits_together", contextlib.nullcontext)
+        self.futures = futures.FutureQueue(together)
         self.generation = -1
         self._undo: list[Callable[[], None]] = []
         self._making: dict[str, Any] = {}

@@ -79,18 +79,19 @@ class Lanes:
         self._lanes: dict[StreamKey, Lane] = {}
         self._others = 0
 
-    def find(self) -> None:
-        """Which stream the program puts work into; hooks need not have seen it change."""
+    def find(self) -> StreamKey | None:
+        """The stream that the program puts work into; hooks need not have seen it change."""
         if self._current_stream is None:
-            return
+            return None
         stream = self._current_stream()
         if stream is None:
-            return
-        lane = self._of(stream)
+            return None
+        lane = self._lanes.get(stream) or self._of(stream)
         if lane is not self.current:
             self.current = lane
             if not lane.open:
                 self._recorder.begin_segment()
+        return stream
 
     def _of(self, stream: StreamKey) -> Lane:
         lane = self._lanes.get(stream)

@@ -28,6 +28,7 @@ N is the size of the group; k > 1 where several are coalesced into one operation
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -57,7 +58,10 @@ class Call(StrEnum):
     @property
     def kind(self) -> Kind:
         """What the trace calls it."""
-        return Kind(self.value.removesuffix("_single"))
+        return _KINDS[self]
+
+
+_KINDS = {call: Kind(call.value.removesuffix("_single")) for call in Call}
 
 
 @dataclass(slots=True, eq=False)
@@ -107,10 +111,7 @@ class TensorSpec:
     @property
     def elements(self) -> int:
         """Number of elements."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +119,8 @@ class TensorSpec:
         return self.elements * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+# Never changed once made. Not frozen: that would cost more than all else about a communication.
+@dataclass(slots=True, unsafe_hash=True)
 class Op:
     """One communication of one rank. Ranks in it are global; sizes in bytes.
 

@@ -41,6 +41,7 @@ from prismreplay.runtime.exits import before_exit
 from prismreplay.runtime.graph_recorder import GraphRecorder
 from prismreplay.runtime.operations import Call, Group, Op
 from prismreplay.runtime.process_group import living
+from prismreplay.runtime.shelves import Kept, Shelf
 from prismreplay.runtime.works import RealBatch
 from prismtrace.recorder import SpanWriter
 from prismtrace.spool import SPOOL_SUFFIX
@@ -94,7 +95,8 @@ class RecordRole:
         self._recorder = recorder
         self._timeline = timeline
         self._running: set[int] = set()
-        self._batches: dict[int, list[tuple[int, Any]]] = {}
+        self._batches: dict[int, list[int]] = {}
+        self._shelves: dict[str, Shelf] = {}
 
     def join(self, group: Group) -> None:
         """Nothing to do: the backend has joined."""
@@ -120,15 +122,26 @@ class RecordRole:
         if self._timeline is not None and _on_device(op, inputs, outputs):
             done.on_device = True
             # Whoever waits for a barrier blocks.
-            if op.call is not Call.BARRIER:
-                self._follow(self._timeline, op, token, work, (inputs, outputs))
+            if op.call is not Call.BARRIER and work is not None:
+                done.kept = self._keep(op, work, (inputs, outputs))
+                self._follow(self._timeline, op, token, work, (inputs or outputs)[0].device.index)
         elif _is_asynchronous(op, call):
             done.watch()
         return done
 
-    def _follow(self, timeline: Timeline, op: Op, token: int, work: Any, kept: Any) -> None:
+    def _keep(self, op: Op, work: Any, tensors: Any) -> Kept:
+        """Hold tensors of what runs beside the program for as long as the backend would."""
+        shelf = self._shelves.get(op.group.key)
+        if shelf is None:
+            shelf = self._shelves[op.group.key] = Shelf(self._may_ask)
+        shelf.issued()
+        return shelf.keep(tensors, work.is_completed)
+
+    def _may_ask(self) -> bool:
+        return self._timeline is not None and self._timeline.ready()
+
+    def _follow(self, timeline: Timeline, op: Op, token: int, work: Any, device: int) -> None:
         """See to it that the end is seen where the program does not wait at once."""
-        device = (kept[0] or kept[1])[0].device.index
         if isinstance(work, RealBatch):
             those = self._batches.setdefault(id(work), [])
             if not those:
@@ -138,10 +151,10 @@ class RecordRole:
                     timeline.follow_all(launch, handle, (op.group.key, None), device)
 
                 work.when_launched.append(launched)
-            those.append((token, kept))
+            those.append(token)
             return
         peers = None if op.peer is None else frozenset((op.peer, op.group.global_rank))
-        timeline.follow(token, work, (op.group.key, peers), device, kept)
+        timeline.follow(token, work, (op.group.key, peers), device)
 
     def make_store(self, namespace: str) -> NoReturn:
         """Torch keeps its own stores."""
@@ -169,7 +182,8 @@ class _Recorded:
     """An operation that the backend performs; see `prismreplay.runtime.roles.Pending`."""
 
     __slots__ = (
-        "_begin", "_ended", "_op", "_recorder", "_running", "_token", "_work", "on_device", "source",
+        "_begin", "_ended", "_op", "_recorder", "_running", "_token", "_work", "kept", "on_device",
+        "source",
     )  # fmt: skip
 
     def __init__(
@@ -191,6 +205,7 @@ class _Recorded:
         self._ended = False
         self.on_device = False
         """A stream waits for it, not the host."""
+        self.kept: Kept | None = None
 
     def watch(self) -> None:
         """Have the backend's thread say when it is complete."""
@@ -206,8 +221,19 @@ class _Recorded:
             self._running.discard(self._token)
             self._recorder.completed(self._token, self._begin, _now())
 
+    def release(self) -> None:
+        """The program itself waits: the backend needs its tensors no more."""
+        if self.kept is not None:
+            self.kept.release()
+            self.kept = None
+
     def wait(self) -> None:
         """Block until the outputs are filled in."""
+        self.wait_by_future()
+        self.release()
+
+    def wait_by_future(self) -> None:
+        """As `wait`; the backend goes on keeping what it keeps."""
         if self._work is None:
             return  # on the program's own stream
         self._work.wait()

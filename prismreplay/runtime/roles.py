@@ -20,7 +20,11 @@ Tensor = Any
 
 
 class Pending(Protocol):
-    """A submitted communication."""
+    """A submitted communication.
+
+    One whose tensors are kept until the program itself waits has two further methods: `release`,
+    for a wait after one by future, and `wait_by_future`, as `wait` but without giving them up.
+    """
 
     source: int | None
     """After `wait`: the global rank that a receive from anyone came from."""
@@ -50,6 +54,9 @@ class Role(Protocol):
 
     def make_store(self, namespace: str) -> Any:
         """The key-value store (`torch.distributed.Store`) that rendezvous hands to the program."""
+
+    # A role that launches the operations of a batch together has a method `batch_over(number)`,
+    # called once all of them are submitted.
 
     @property
     def wants_real_groups(self) -> bool:

@@ -53,6 +53,7 @@ class PrismWork(Work):  # type: ignore[misc]
         super().__init__()
         self.op = op
         self._pending = pending
+        self._release: Callable[[], None] | None = getattr(pending, "release", None)
         self._token = token
         self._observer = observer
         self._outputs = outputs
@@ -64,16 +65,24 @@ class PrismWork(Work):  # type: ignore[misc]
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:  # noqa: ARG002  the run decides
         """Block until the outputs are filled in."""
-        if not self._finished and (self._batch is None or not self._batch.open):
-            self._finish()
+        if not self._finished:
+            self._finish(self._pending.wait)
+        elif self._release is not None:
+            self._release()
         return True
 
-    def _finish(self) -> None:
+    def _wait_by_future(self) -> None:
+        if not self._finished:
+            self._finish(getattr(self._pending, "wait_by_future", self._pending.wait))
+
+    def _finish(self, wait: Callable[[], None]) -> None:
+        if self._batch is not None and self._batch.open:
+            return
         if self._failure is not None:
             raise self._failure
         self._observer.waiting(self._token)
         try:
-            self._pending.wait()
+            wait()
         except BaseException as failure:
             self._failure = failure
             raise
@@ -97,7 +106,7 @@ class PrismWork(Work):  # type: ignore[misc]
     def is_completed(self) -> bool:
         """True once the outputs are there; asking counts as waiting when they are."""
         if not self._finished and self._failure is None and self._pending.done():
-            self.wait()
+            self._wait_by_future()
         return self._finished
 
     def is_success(self) -> bool:
@@ -110,7 +119,7 @@ class PrismWork(Work):  # type: ignore[misc]
 
     def result(self) -> list[Tensor]:
         """The output tensors."""
-        self.wait()
+        self._wait_by_future()
         return list(self._outputs)
 
     def source_rank(self) -> int:
@@ -126,7 +135,9 @@ class PrismWork(Work):  # type: ignore[misc]
     def get_future(self) -> PendingFuture:
         """A future of the output tensors; it does not make anyone wait by being asked for."""
         if self._future is None:
-            self._future = PendingFuture(self.wait, self._outputs, ready=self.is_completed)
+            self._future = PendingFuture(
+                self._wait_by_future, self._outputs, ready=self.is_completed
+            )
             if self._finished:
                 self._future.complete(list(self._outputs))
             else:

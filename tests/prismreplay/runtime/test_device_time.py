@@ -141,7 +141,7 @@ def test_communication_on_the_program_s_own_stream_ends_at_the_wait(story):
     devices.launch(MS)
     timeline.communication(0, timeline.mark())
     begun, over = devices.free[DEFAULT], devices.launch(2 * MS)
-    timeline.follow(0, None, "group", 0, None)
+    timeline.follow(0, None, "group", 0)
     timeline.waited(0, timeline.mark())
     story.settle_all()
     near(story.told[0], begun, over)
@@ -153,8 +153,7 @@ def test_communication_beside_computation_ends_where_its_follower_sees_it(story)
     timeline.communication(0, timeline.mark())
     work = devices.communicate(2 * MS)
     begun = devices.now
-    kept = [object()]
-    timeline.follow(0, work, "group", 0, kept)
+    timeline.follow(0, work, "group", 0)
     assert work.waited_on == [devices.private[1]]
     devices.launch(9 * MS)
     timeline.waited(0, timeline.mark())
@@ -163,35 +162,15 @@ def test_communication_beside_computation_ends_where_its_follower_sees_it(story)
     # The next one of the queue has the same follower, another queue one of its own.
     for index, queue in ((1, "group"), (2, "other")):
         timeline.communication(index, timeline.mark())
-        timeline.follow(index, devices.communicate(MS), queue, 0, None)
+        timeline.follow(index, devices.communicate(MS), queue, 0)
     assert len(devices.private) == 3
-
-
-def test_tensors_are_kept_until_the_program_waits_or_it_is_over(story):
-    import weakref
-
-    class Tensor:
-        pass
-
-    devices, timeline = story.devices, story.timeline
-    tensors = [Tensor(), Tensor()]
-    alive = [weakref.ref(each) for each in tensors]
-    for index in range(2):
-        timeline.communication(index, timeline.mark())
-        timeline.follow(index, devices.communicate(MS), "group", 0, tensors.pop())
-    assert all(each() for each in alive)
-    timeline.waited(0, timeline.mark())
-    assert alive[1]() is None
-    assert alive[0]() is not None
-    story.settle_all()
-    assert alive[0]() is None
 
 
 def test_a_wait_and_a_follower_agree_on_the_end(story):
     devices, timeline = story.devices, story.timeline
     timeline.communication(0, timeline.mark())
     work = devices.communicate(2 * MS)
-    timeline.follow(0, work, "group", 0, None)
+    timeline.follow(0, work, "group", 0)
     devices.free[DEFAULT] = work.end_ns
     entry = timeline._open[0]
     entry.end.event.at += 700  # the follower's event comes a little later
@@ -206,7 +185,7 @@ def test_with_few_connections_nobody_follows(tmp_path):
     devices, timeline = story.devices, story.timeline
     timeline.communication(0, timeline.mark())
     work = devices.communicate(MS)
-    timeline.follow(0, work, "group", 0, None)
+    timeline.follow(0, work, "group", 0)
     devices.launch(3 * MS)
     timeline.waited(0, timeline.mark())
     assert work.waited_on == []
@@ -221,7 +200,7 @@ def test_a_batch_has_one_follower_and_one_end(story):
     for index in range(3):
         timeline.communication(index, timeline.mark())
     work = devices.communicate(MS)
-    timeline.follow_all([(index, None) for index in range(3)], work, "group", 0)
+    timeline.follow_all(range(3), work, "group", 0)
     assert len(work.waited_on) == 1
     devices.free[DEFAULT] = work.end_ns
     for index in range(3):
@@ -362,7 +341,7 @@ def test_a_failed_communication_is_left_to_the_program(story):
     timeline.communication(0, timeline.mark())
     work = devices.communicate(MS)
     work.fails = True
-    timeline.follow(0, work, "group", 0, None)
+    timeline.follow(0, work, "group", 0)
     timeline.close()
     assert story.told[0][1] is None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs the extra `replay`")
@@ -65,6 +67,23 @@ def test_gathered_futures_wait_for_all():
     assert [future.value()[0].item() for future in gathered.wait()] == [1, 2]
     assert log == [1, 2]
     assert gather_futures([torch.futures.Future()]) is None
+
+
+def test_waits_with_something_attached_are_not_together():
+    log = []
+
+    @contextmanager
+    def together():
+        log.append("(")
+        yield
+        log.append(")")
+
+    queue = FutureQueue(together)
+    futures = [later(number, log) for number in range(5)]
+    futures[2].then(lambda _: log.append("then"))
+    queue._waiting += futures
+    queue.finish_all()
+    assert log == ["(", 0, 1, ")", 2, "then", "(", 3, 4, ")"]
 
 
 def test_backward_waits_at_its_end_in_order():

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 import prismtrace as pt
-from prismreplay.runtime import device_time, recording
+from prismreplay.runtime import device_time, recording, shelves
 from prismreplay.runtime.device_time import Timeline
 from prismreplay.runtime.graph_recorder import GraphRecorder
 from prismreplay.runtime.operations import Call, Group, Op, TensorSpec
@@ -243,6 +243,45 @@ def test_a_batch_is_followed_once_it_is_launched(rank):
     assert rows.filter(kind="all_reduce")["dur_ns"].to_list() == pytest.approx(
         [2 * MS] * 3, abs=NEAR_NS
     )
+
+
+def test_tensors_stay_until_the_program_itself_waits(rank, monkeypatch):
+    now = SimpleNamespace(ns=1)
+    monkeypatch.setattr(recording, "Shelf", lambda may_ask: shelves.Shelf(may_ask, lambda: now.ns))
+    pairs = [rank.reduce_beside(MS) for _ in range(3)]
+    (_, by_future), (_, by_program), (_, never) = pairs
+    by_future.wait_by_future()
+    by_program.wait()
+    assert by_program.kept is None
+    assert [pending.kept.tensors is None for pending in (by_future, never)] == [False, False]
+    rank.devices.pass_time(10 * MS)
+    now.ns += shelves.LOOK_EVERY_NS
+    rank.reduce_beside(MS)
+    assert [pending.kept.tensors is None for pending in (by_future, never)] == [True, True]
+    late = rank.reduce_beside(MS)[1]
+    late.wait_by_future()
+    late.release()
+    assert late.kept is None
+
+
+def test_waits_with_nothing_in_between_are_one_place(rank):
+    rank.devices.launch(MS)
+    pairs = [rank.reduce_beside(2 * MS) for _ in range(3)]
+    rank.devices.launch(MS)
+    marks = rank.devices.records
+    with rank.recorder.waits_together():
+        for pair in pairs:
+            rank.wait(*pair)
+    assert rank.devices.records == marks + 2, "before the first and after the last"
+    rank.devices.launch(MS)
+    rows = rank.rows()
+    assert told(rows)[-1] == ("compute", 0, [6, 1, 3, 5])
+    assert rows["dur_ns"][-1] < 20_000 * MS
+    assert rows.filter(kind="all_reduce")["dur_ns"].to_list() == pytest.approx(
+        [2 * MS] * 3, abs=NEAR_NS
+    )
+    with rank.recorder.waits_together():
+        pass
 
 
 def test_a_launched_batch_that_gives_no_handle_ends_at_the_wait(rank):
