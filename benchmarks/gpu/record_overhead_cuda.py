@@ -3,9 +3,11 @@
     python benchmarks/gpu/record_overhead_cuda.py --out record_overhead_cuda.json
 
 A GPT of 335 M parameters trains in bf16 with DDP over NCCL, on two GPUs if there are two, else as a
-world of one. The ways take turns, each in processes of its own; the median of blocks of steps
-counts, each block ended by one synchronisation. Before that: what one mark and one follower cost, how
-well the clocks of host and device are laid on each other, and what a recorded trace looks like.
+world of one; once with so small a batch that the host cannot keep the device busy (launch-bound), and
+once with a larger one (device-bound). All ways run as processes of their own that are there at the same
+time and take turns of ten steps, so that a machine that changes its pace does not count. Medians of
+blocks and their ratio to the block of `none` in the same round count; each block ends with one
+synchronisation. Before that: what marks, followers and their parts cost the host.
 
 Parts that fail are reported in full, and the rest goes on; `--budget` bounds it all in seconds.
 """
@@ -20,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -28,8 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 WAYS = ("none", "record", "profiler CUDA", "profiler CPU+CUDA")
 BLOCK = 10
-WARM_UP = 5
-LONGEST_S = 120
+WARM_UP = 6
+LONGEST_S = 170
+LOOK_S = 0.002
 
 
 # One rank of a job ---------------------------------------------------------------------------
@@ -72,23 +76,27 @@ def make_model(size: str):
             return self.head(x)
 
     torch.manual_seed(0)
-    return Model().cuda()
+    return Model()
 
 
 def train(options: argparse.Namespace) -> None:
-    """One rank: trains, and writes the time of each block of steps."""
+    """One rank: trains a block of steps whenever it is its turn, and writes how long it took."""
     import torch
     import torch.distributed as dist
     from torch import nn
 
     signal.alarm(LONGEST_S)  # nothing hangs for longer
-    local = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
-    torch.cuda.set_device(local)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", local))
-    rank = dist.get_rank()
-    model = make_model(options.size)
+    on_gpu = torch.cuda.is_available()
+    device, synchronize = torch.device("cpu"), lambda: None
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        synchronize = torch.cuda.synchronize
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    rank, folder = dist.get_rank(), Path(options.folder)
+    model = make_model(options.size).to(device)
     parameters = sum(each.numel() for each in model.parameters())
-    if options.job == "fsdp":
+    if options.fsdp:
         from torch.distributed.fsdp import fully_shard
 
         for layer in model.layers:
@@ -96,49 +104,84 @@ def train(options: argparse.Namespace) -> None:
         fully_shard(model)
     else:
         model = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.randint(0, 32000, (options.batch, 1025), device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=on_gpu)
+    done = 0
 
-    def step() -> None:
-        with torch.autocast("cuda", torch.bfloat16):
-            logits = model(tokens[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def steps(batch: int, count: int) -> None:
+        nonlocal done
+        shape = (batch, options.length + 1)
+        tokens = torch.randint(0, 32000, shape, device=device)
+        for _ in range(count):
+            with torch.autocast(device.type, torch.bfloat16):
+                logits = model(tokens[:, :-1])
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        done += count
 
-    for _ in range(WARM_UP):
-        step()
-    torch.cuda.synchronize()
-    profiler = None
-    if options.way.startswith("profiler"):
-        kinds = [torch.profiler.ProfilerActivity.CUDA]
-        if "CPU" in options.way:
-            kinds.append(torch.profiler.ProfilerActivity.CPU)
-        profiler = torch.profiler.profile(activities=kinds)
-        profiler.start()
-    blocks, issuing = [], []
-    for _ in range(options.steps // BLOCK):
-        begun = time.perf_counter()
-        for _ in range(BLOCK):
-            step()
-        issuing.append((time.perf_counter() - begun) / BLOCK)
-        torch.cuda.synchronize()
-        blocks.append((time.perf_counter() - begun) / BLOCK)
-    if profiler is not None:
-        profiler.stop()
-    found = {
-        "blocks_s": blocks,
-        "issuing_s": issuing,
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-        "parameters": parameters,
-    }
-    Path(options.folder, f"{rank}.json").write_text(json.dumps(found))
+    def block(batch: int) -> dict[str, float]:
+        steps(batch, 2)
+        synchronize()
+        profiler = None
+        if options.way.startswith("profiler"):
+            kinds = [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
+            if "CPU" in options.way or not on_gpu:
+                kinds.append(torch.profiler.ProfilerActivity.CPU)
+            profiler = torch.profiler.profile(activities=kinds)
+            profiler.start()
+        first, begun = done, time.perf_counter()
+        steps(batch, BLOCK)
+        issued = time.perf_counter()
+        synchronize()
+        over = time.perf_counter()
+        if profiler is not None:
+            profiler.stop()
+        return {
+            "first_step": first,
+            "step_ms": (over - begun) / BLOCK * 1e3,
+            "issuing_ms": (issued - begun) / BLOCK * 1e3,
+        }
+
+    batches = [int(each) for each in options.batches.split(",")]
+    steps(batches[0], WARM_UP)
+    synchronize()
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+    for batch in batches[1:]:
+        steps(batch, WARM_UP)
+    synchronize()
+    tell(folder / f"ready-{rank}", {"peak_bytes": peak, "parameters": parameters})
+    number = 0
+    while True:
+        turn = folder / f"turn-{number}"
+        if not turn.exists():
+            time.sleep(LOOK_S)
+            continue
+        batch = json.loads(turn.read_text())
+        if batch is None:
+            break
+        tell(folder / f"done-{number}-{rank}", block(batch))
+        number += 1
     dist.barrier()
     dist.destroy_process_group()
 
 
+def tell(path: Path, what: object) -> None:
+    """Leave a file that is whole as soon as it is there."""
+    path.with_suffix(".part").write_text(json.dumps(what))
+    path.with_suffix(".part").rename(path)
+
+
 # The parts -----------------------------------------------------------------------------------
+
+
+def each_us(call, count=1000) -> float:
+    """Microseconds of a call."""
+    call()
+    begun = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - begun) / count * 1e6
 
 
 def cost_of_a_mark() -> dict[str, float]:
@@ -156,27 +199,31 @@ def cost_of_a_mark() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         timeline = Timeline(devices, pt.SpanWriter(Path(folder) / "0.spool"))
         timeline.mark()
-
-        def each(call, count=2000) -> float:
-            call()
-            begun = time.perf_counter()
-            for _ in range(count):
-                call()
-            return (time.perf_counter() - begun) / count * 1e6
-
-        found = {"mark_us": each(timeline.mark)}
-        torch.cuda.synchronize()
         clock = timeline._devices[0]
-        begun = time.perf_counter()
-        for _ in range(20):
+
+        def settle() -> float:
+            """Have all marks told, so that their events are used again; microseconds a mark."""
+            torch.cuda.synchronize()
+            marks = len(timeline._marks)
+            timeline.settle()
             clock.pair()
-        found["pair_us"] = (time.perf_counter() - begun) / 20 * 1e6
-        marks = len(timeline._marks)
-        begun = time.perf_counter()
-        timeline.settle()
-        found["settle_us_a_mark"] = (time.perf_counter() - begun) / marks * 1e6
-        found["memory_us"] = each(lambda: devices.memory(0))
-        found["residual_ns"] = clock.line.residual_ns
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            timeline.settle()
+            assert len(clock.pool) >= marks
+            return (time.perf_counter() - begun) / max(marks, 1) * 1e6
+
+        found = {"mark_of_a_new_event_us": each_us(timeline.mark)}
+        found["settle_us_a_mark"] = settle()
+        found["mark_us"] = each_us(timeline.mark, 500)
+        settle()
+        here, event = devices.current(), clock.event()
+        found["parts: event into a stream, us"] = each_us(lambda: devices.record(event, here))
+        found["parts: ready, us"] = each_us(devices.ready)
+        found["parts: current stream, us"] = each_us(devices.current)
+        found["parts: new event, us"] = each_us(devices.new_event)
+        found["pair_us"] = each_us(clock.pair, 20)
+        found["memory_us"] = each_us(lambda: devices.memory(0))
         # The same place in a stream, seen by the host: it waits until the device is there.
         wrong = []
         for _ in range(50):
@@ -187,23 +234,36 @@ def cost_of_a_mark() -> dict[str, float]:
             clock.pair()
             clock.place()
             wrong.append(seen - clock.time_of(mark))
+        found["residual_ns"] = clock.line.residual_ns
         found["synchronize_returns_after_ns"] = statistics.median(wrong)
+        settle()
         store = dist.HashStore()
         dist.init_process_group("nccl", store=store, rank=0, world_size=1)
         tensor = torch.ones(1 << 20, device="cuda")
+        index = iter(range(1 << 30))
 
         def follow() -> None:
-            timeline.communication(0, timeline.mark())
+            number = next(index)
+            timeline.communication(number, timeline.mark())
             work = dist.all_reduce(tensor, async_op=True)
-            timeline.follow(0, work, "group", 0, tensor)
+            timeline.follow(number, work, "group", 0)
             work.wait()
-            timeline.waited(0, timeline.mark())
+            timeline.waited(number, timeline.mark())
 
         def plain() -> None:
             dist.all_reduce(tensor, async_op=True).wait()
 
-        found["all_reduce_us"] = each(plain, 500)
-        found["all_reduce_followed_us"] = each(follow, 500)
+        work = dist.all_reduce(tensor, async_op=True)
+        follower = timeline._follower("group", 0)
+        found["parts: a stream waits for a work, us"] = each_us(
+            lambda: devices.after(work, follower)
+        )
+        for _ in range(3):
+            each_us(follow, 300)
+            settle()
+        found["all_reduce_us"] = each_us(plain, 500)
+        torch.cuda.synchronize()
+        found["all_reduce_followed_us"] = each_us(follow, 300)
         torch.cuda.synchronize()
         dist.destroy_process_group()
         timeline.close()
@@ -216,7 +276,7 @@ def in_its_own_process() -> dict[str, float]:
         [sys.executable, __file__, "--one-mark"],
         capture_output=True,
         text=True,
-        timeout=LONGEST_S,
+        timeout=60,
         env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "32"},
         check=False,
     )
@@ -225,84 +285,146 @@ def in_its_own_process() -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_once(way: str, ranks: int, options: argparse.Namespace) -> dict[str, object]:
-    """A run of a job; times are medians of its blocks, of the slowest rank."""
-    from prismreplay.collect.logs import RankLogs
-    from prismreplay.collect.programs import ProgramCall
-    from prismreplay.local_ranks import run_ranks
-    from prismreplay.record import assemble_spools, record_spools
+class Job:
+    """The ranks of one way, which wait for their turns."""
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        words = ("--train", way, "--job", options.job, "--steps", str(options.steps))
-        words += ("--size", options.size, "--batch", str(options.batch), "--folder", name)
+    def __init__(self, way: str, ranks: int, folder: Path, options: argparse.Namespace) -> None:
+        self.way, self.ranks, self.folder = way, ranks, folder
+        self.error: str | None = None
+        self.turns = 0
+        self.rounds: dict[int, list[dict[str, float]]] = {}
+        words = ["--train", way, "--size", options.size, "--batches", options.batches]
+        words += [
+            "--length",
+            str(options.length),
+            "--folder",
+            str(folder),
+            *(["--fsdp"] if options.fsdp else []),
+        ]
+        folder.mkdir()
+        self._thread = threading.Thread(target=self._run, args=(tuple(words),), daemon=True)
+        self._thread.start()
+
+    def _run(self, words: tuple[str, ...]) -> None:
+        from prismreplay.collect.logs import RankLogs
+        from prismreplay.collect.programs import ProgramCall
+        from prismreplay.local_ranks import run_ranks
+        from prismreplay.record import record_spools
+
         program = ProgramCall(__file__, words)
-        found: dict[str, object] = {"way": way, "job": options.job}
-        begun = time.perf_counter()
         try:
-            if way == "record":
-                record_spools([], folder / "spools", program=program, ranks=ranks)
-                made = assemble_spools(folder / "spools", folder / "out.parquet")
-                found |= {"nodes": made.nodes, "policies": made.policies}
-                found |= describe(folder / "out.parquet", options)
+            if self.way == "record":
+                record_spools([], self.folder / "spools", program=program, ranks=self.ranks)
             else:
-                logs = RankLogs(folder / "logs", ranks, (0,))
+                logs = RankLogs(self.folder / "logs", self.ranks, ())
                 logs.prepare()
-                run_ranks(program, ranks, {**os.environ, "OMP_NUM_THREADS": "1"}, logs)
+                run_ranks(program, self.ranks, {**os.environ, "OMP_NUM_THREADS": "1"}, logs)
         except Exception as error:  # noqa: BLE001  told in full, and the rest goes on
+            ends = [path.read_text()[-4000:] for path in sorted(self.folder.rglob("rank-*.log"))]
             report = getattr(error, "report", "")
-            logs = [path.read_text()[-4000:] for path in sorted(folder.rglob("rank-*.log"))]
-            found["error"] = "\n".join([traceback.format_exc(), report, *logs])
-            return found
-        finally:
-            found["wall_s"] = round(time.perf_counter() - begun, 1)
-        said = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
-    found["step_ms"] = max(statistics.median(one["blocks_s"]) for one in said) * 1e3
-    found["issuing_ms"] = max(statistics.median(one["issuing_s"]) for one in said) * 1e3
-    found["blocks_ms"] = [[value * 1e3 for value in one["blocks_s"]] for one in said]
-    found["peak_bytes"] = said[0]["peak_bytes"]
-    found["parameters"] = said[0]["parameters"]
+            self.error = "\n".join([traceback.format_exc(), report, *ends])
+
+    def _told(self, name: str, until: float) -> list[dict[str, float]] | None:
+        """What all ranks have written; None if they do not in time."""
+        paths = [self.folder / f"{name}-{rank}" for rank in range(self.ranks)]
+        while self.error is None and time.monotonic() < until:
+            if all(path.exists() for path in paths):
+                return [json.loads(path.read_text()) for path in paths]
+            time.sleep(LOOK_S)
+        self.error = self.error or f"{name} is missing"
+        return None
+
+    def ready(self, until: float) -> list[dict[str, float]] | None:
+        """Wait until it is warm."""
+        return self._told("ready", until)
+
+    def turn(self, batch: int, until: float) -> float | None:
+        """Have it train a block; milliseconds a step of its slowest rank."""
+        tell(self.folder / f"turn-{self.turns}", batch)
+        told = self._told(f"done-{self.turns}", until)
+        self.turns += 1
+        if told is None:
+            return None
+        slowest = max(told, key=lambda one: one["step_ms"])
+        self.rounds.setdefault(batch, []).append(slowest)
+        return slowest["step_ms"]
+
+    def end(self) -> None:
+        """It has had its last turn."""
+        tell(self.folder / f"turn-{self.turns}", None)
+        self._thread.join(25)
+
+
+def measure(ranks: int, options: argparse.Namespace, until: float) -> dict[str, object]:
+    """All ways, round by round."""
+    batches = [int(each) for each in options.batches.split(",")]
+    found: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as name:
+        jobs = [Job(way, ranks, Path(name, str(at)), options) for at, way in enumerate(WAYS)]
+        for job in jobs:
+            ready = job.ready(until - 20)
+            if ready is not None:
+                found[job.way] = {key: ready[0][key] for key in ("peak_bytes", "parameters")}
+        longest, rounds = 0.0, 0
+        while rounds < options.rounds and time.monotonic() + 1.3 * longest < until - 15:
+            begun = time.monotonic()
+            for batch in batches:
+                for job in jobs[rounds % 4 :] + jobs[: rounds % 4]:
+                    if job.error is None:
+                        job.turn(batch, until - 10)
+            longest = max(longest, time.monotonic() - begun)
+            rounds += 1
+        for job in jobs:
+            job.end()
+        for job in jobs:
+            entry = found.setdefault(job.way, {})
+            entry["rounds"] = {batch: job.rounds.get(batch, []) for batch in batches}
+            if job.error is not None:
+                entry["error"] = job.error
+                print(f"{job.way}: {job.error}", flush=True)
+        record = jobs[WAYS.index("record")]
+        if record.error is None:
+            try:
+                found["trace"] = describe(record)
+            except Exception:  # noqa: BLE001
+                found["trace"] = {"error": traceback.format_exc()}
     return found
 
 
-def describe(path: Path, options: argparse.Namespace) -> dict[str, object]:
-    """What a recorded trace says of a steady step."""
+def describe(job: Job) -> dict[str, object]:
+    """What the recorded trace says of the steps of each batch's last block."""
     import polars as pl
 
     import prismcalib
     import prismtrace as pt
+    from prismreplay.record import assemble_spools
 
+    path = job.folder / "out.parquet"
+    made = assemble_spools(job.folder / "spools", path)
     trace = pt.open(path)
     rows = trace.collect()
-    steady = rows.filter(pl.col("step").is_between(WARM_UP + BLOCK, WARM_UP + options.steps - 2))
-    by_step = (
-        steady.filter(pl.col("rank") == 0)
-        .group_by("step")
-        .agg(begin=pl.col("start_ns").min(), nodes=pl.len())
-        .sort("step")
-    )
-    kinds = (
-        steady.filter(pl.col("rank") == 0)
-        .group_by("kind")
-        .agg(count=pl.len(), median_us=pl.col("dur_ns").median() / 1e3)
-        .sort("kind")
-    )
+    mine = rows.filter(rank=0)
     found: dict[str, object] = {
+        "nodes": made.nodes,
+        "policies": made.policies,
         "findings": [str(each) for each in pt.validate(trace)][:5],
         "untimed": rows["start_ns"].null_count(),
-        "recorded_step_ms": by_step["begin"].diff().median() / 1e6 if by_step.height > 1 else None,
-        "nodes_a_step": by_step["nodes"].median(),
-        "kinds": kinds.with_columns(pl.col("kind").cast(pl.String)).to_dicts(),
-        "with_memory": rows["mem_bytes"].count(),
         "memory_peak_bytes": rows["mem_peak_bytes"].max(),
         "uncertainty_ns": [domain.uncertainty_ns for domain in trace.header.clock],
         "streams": len(trace.header.streams),
     }
-    try:
-        merged = prismcalib.merge(trace).report
-        found["merge_difference"] = merged.difference_ns / merged.recorded_ns
-    except Exception:  # noqa: BLE001
-        found["merge_error"] = traceback.format_exc()
+    for batch, blocks in job.rounds.items():
+        first = blocks[-1]["first_step"]
+        block = mine.filter(pl.col("step").is_between(first, first + BLOCK - 1))
+        starts = block.group_by("step").agg(begin=pl.col("start_ns").min(), nodes=pl.len())
+        found[f"batch {batch}"] = {
+            "measured_step_ms": blocks[-1]["step_ms"],
+            "recorded_step_ms": starts.sort("step")["begin"].diff().median() / 1e6,
+            "nodes_a_step": starts["nodes"].median(),
+            "communications_a_step": block.filter(pl.col("kind") != "compute").height / BLOCK,
+        }
+    merged = prismcalib.merge(trace).report
+    found["merge_difference"] = merged.difference_ns / merged.recorded_ns
     return found
 
 
@@ -312,41 +434,55 @@ def part(name: str, results: dict[str, object], call) -> None:
         results[name] = call()
     except Exception:  # noqa: BLE001
         results[name] = {"error": traceback.format_exc()}
-    print(f"{name}: {json.dumps(results[name], indent=1, default=str)}", flush=True)
+    brief = {
+        key: {name: each for name, each in value.items() if name not in ("rounds", "error")}
+        if isinstance(value, dict)
+        else value
+        for key, value in results[name].items()
+    }
+    print(f"{name}: {json.dumps(brief, indent=1, default=str)}", flush=True)
 
 
-def show(job: str, runs: list[dict[str, object]]) -> None:
-    """The ratio table of a job."""
-    of_job = [run for run in runs if run["job"] == job and "error" not in run]
-    base = [run["step_ms"] for run in of_job if run["way"] == "none"]
-    print(f"\n{job}: {'ms a step (lowest - highest)':<38} ratio    issuing ms   peak GiB")
-    for way in WAYS:
-        mine = [run for run in of_job if run["way"] == way]
-        if not mine:
-            print(f"  {way:<18} no run succeeded")
+def show(found: dict[str, object], batches: list[int]) -> None:
+    """The table of ratios."""
+    plain = found["none"]["rounds"]
+    for batch in batches:
+        base = [one["step_ms"] for one in plain[batch]]
+        issuing = [one["issuing_ms"] for one in plain[batch]]
+        if not base:
+            print(f"batch {batch}: no block succeeded")
             continue
-        steps = [run["step_ms"] for run in mine]
-        ratio = statistics.median(steps) / statistics.median(base) - 1 if base else float("nan")
-        issuing = statistics.median(run["issuing_ms"] for run in mine)
+        bound = "launch-bound" if min(issuing) > 0.9 * min(base) else "device-bound"
         print(
-            f"  {way:<18} {statistics.median(steps):8.3f} ({min(steps):.3f} - {max(steps):.3f})"
-            f"   {ratio:+7.2%}   {issuing:8.2f}   {mine[0]['peak_bytes'] / 2**30:6.3f}",
-            flush=True,
+            f"\nbatch {batch}, {bound}: ms a step (least - most) | ratio in a round | issuing ms | peak"
         )
+        for way in WAYS:
+            mine = found[way].get("rounds", {}).get(batch, [])
+            if not mine:
+                print(f"  {way:<18} no block succeeded")
+                continue
+            ms = [one["step_ms"] for one in mine]
+            ratios = [one / other - 1 for one, other in zip(ms, base, strict=False)]
+            issued = statistics.median(one["issuing_ms"] for one in mine)
+            print(
+                f"  {way:<18} {statistics.median(ms):8.3f} ({min(ms):.3f} - {max(ms):.3f})"
+                f"   {statistics.median(ratios):+7.2%} ({min(ratios):+.2%} to {max(ratios):+.2%})"
+                f"   {issued:8.2f}   {found[way].get('peak_bytes')} B",
+                flush=True,
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--jobs", default="ddp,fsdp")
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--size", default="1024x24", help="width x layers")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--budget", type=float, default=420, help="seconds")
+    parser.add_argument("--batches", default="4,16", help="launch-bound, device-bound")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a sample")
+    parser.add_argument("--fsdp", action="store_true", help="sharded, with several GPUs")
+    parser.add_argument("--budget", type=float, default=140, help="seconds")
     parser.add_argument("--out", type=Path, default=Path("record_overhead_cuda.json"))
     parser.add_argument("--one-mark", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--train", dest="way", help=argparse.SUPPRESS)
-    parser.add_argument("--job", default="ddp", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
@@ -357,39 +493,19 @@ def main() -> None:
         return
     import torch
 
-    if not torch.cuda.is_available():
-        sys.exit("no CUDA device is found: benchmarks/record_overhead.py measures CPU and gloo")
     until = time.monotonic() + options.budget
-    ranks = min(2, torch.cuda.device_count())
-    results: dict[str, object] = {
-        "torch": torch.__version__,
-        "nccl": torch.cuda.nccl.version(),
-        "device": torch.cuda.get_device_name(),
-        "ranks": ranks,
-    }
-    if ranks == 1:
-        options.jobs = "ddp"  # alone, FSDP communicates nothing
-    part("one mark", results, in_its_own_process)
-    runs: list[dict[str, object]] = []
-    results["runs"] = runs
-    for repeat in range(options.repeats):
-        for job in options.jobs.split(","):
-            for way in WAYS:
-                longest = max((run["wall_s"] for run in runs), default=60)
-                if time.monotonic() + longest > until:
-                    print(f"no time left for {job}, {way}, repeat {repeat}", flush=True)
-                    continue
-                options.job = job
-                run = run_once(way, ranks, options)
-                runs.append(run)
-                brief = {key: value for key, value in run.items() if key != "blocks_ms"}
-                print(json.dumps(brief, default=str), flush=True)
-                if "error" in run:
-                    print(run["error"], flush=True)
-                options.out.write_text(json.dumps(results, indent=1, default=str))
-    for job in options.jobs.split(","):
-        show(job, runs)
+    gpus = torch.cuda.device_count()
+    ranks = max(1, min(2, gpus))
+    results: dict[str, object] = {"torch": torch.__version__, "ranks": ranks}
+    if gpus:
+        results |= {"nccl": torch.cuda.nccl.version(), "device": torch.cuda.get_device_name()}
+        part("one mark", results, in_its_own_process)
+    else:
+        print("no CUDA device is found: this only tries the script itself on CPUs")
+    part("jobs", results, lambda: measure(ranks, options, until))
     options.out.write_text(json.dumps(results, indent=1, default=str))
+    if "none" in results["jobs"]:
+        show(results["jobs"], [int(each) for each in options.batches.split(",")])
 
 
 if __name__ == "__main__":
