@@ -55,6 +55,7 @@ _INFORMATIVE = (
     "coalesced-launch",
     "joined-execution-trace",
     "absent-column",
+    "exported-as-local",
 )
 _INFORMATIVE_PREFIX = ("matched-", "edge-")
 # Event kinds that conversion never uses; dropping them is no repair.

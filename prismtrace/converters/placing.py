@@ -63,10 +63,17 @@ def assign_groups(comms: RankComms, book: GroupBook, keep_unmatched: bool) -> As
         assignment.group[position] = key
         assignment.peer[position] = peer
         assignment.nbytes[position] = nbytes
-        name = "early-without-group" if comm.early else "kept-without-group"
-        book.counts[name] += key is None
+        book.counts[_WITHOUT_GROUP[comm.alone, comm.early]] += key is None
         book.counts["assumed-world-group"] += key is book.assumed
     return assignment
+
+
+_WITHOUT_GROUP = {
+    (True, False): "exported-as-local",
+    (False, True): "early-without-group",
+    (False, False): "kept-without-group",
+}
+"""What is counted when no group is found, by `CommOp.alone` and `CommOp.early`."""
 
 
 def _place(
@@ -76,6 +83,8 @@ def _place(
 
     What was launched before the recording began may not tell, and is always kept.
     """
+    if comm.alone:
+        return None, None, comm.nbytes
     try:
         key = book.assign(rank, comm)
         peer = _peer(rank, comm, key)

@@ -12,7 +12,7 @@ FAMILIES = {
 }
 COUNT = re.compile(r'counts\[(?:"([a-z0-9-]+)"|f"([a-z]+)-\{)')
 OTHER = re.compile(
-    r'"((?:(?:dropped|kept|early|unmatched|cut)-|merge\.)[a-z0-9-]+)"'
+    r'"((?:(?:dropped|kept|early|exported|unmatched|cut)-|merge\.)[a-z0-9-]+)"'
     r'|"((?:ended|operations|ranks)-[a-z-]+)": '
 )
 

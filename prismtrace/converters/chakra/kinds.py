@@ -23,9 +23,6 @@ __all__ = ["COLLECTIVES", "WORLD", "Meaning", "meanings"]
 WORLD = "0"
 """Name of the group of all ranks: readers of Chakra traces take it, or no name, for that."""
 
-NOWHERE = ""
-"""Name of no group: what `export` wrote without partners is kept without."""
-
 COLLECTIVES: dict[int, Kind] = {
     0: Kind.ALL_REDUCE,
     1: Kind.REDUCE,
@@ -229,10 +226,10 @@ def _comm_op(
         if kind in REDUCING_KINDS and reduction in _REDUCTIONS
         else None,
         nbytes=size if size >= 0 else None,
-        group_name=NOWHERE if told else group or WORLD,
+        group_name=None if told else group or WORLD,
         peer=peer if kind.is_p2p and peer >= 0 else None,
         group_peer=root if kind in ROOTED_KINDS and root >= 0 else None,
-        early=told,
+        alone=told,
     )
 
 

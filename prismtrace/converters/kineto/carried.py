@@ -56,6 +56,8 @@ class CommOp:
     """Partner, or root, as rank within the group."""
     early: bool = False
     """Launched before the recording began, so that nothing tells what it is."""
+    alone: bool = False
+    """Its source says that no partners of it are known."""
     communicators: int = 1
     """How many communicators the rank is seen to use where nothing names them."""
 
