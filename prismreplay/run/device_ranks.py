@@ -18,6 +18,7 @@ import torch
 from prismreplay.collect.handover import Place
 from prismreplay.collect.pool import Observed
 from prismreplay.run.clock import RunClock
+from prismreplay.run.device_pacing import Pacing, PlannedRank, PlanPacer
 from prismreplay.run.device_role import DeviceRole
 from prismreplay.run.device_sources import DeviceSources
 from prismreplay.run.device_streams import CudaStreams, Streams
@@ -48,10 +49,12 @@ class Orders:
     Attributes:
         follower: where its operations are in the graph.
         shares: another sandbox rank computes on the same GPU.
+        planned: when virtual ranks arrive; None: they are always there.
     """
 
     follower: GraphFollower
     shares: bool = False
+    planned: PlannedRank | None = None
 
 
 def write_orders(folder: Path, orders: Mapping[int, Orders]) -> None:
@@ -102,6 +105,13 @@ def make_devices() -> tuple[CudaDevices, Streams]:
     return devices, CudaStreams(devices)
 
 
+def make_pacing(planned: PlannedRank) -> Pacing:
+    """What launches holds on the program's current GPU."""
+    from prismreplay.plugin.advancing import Advancer
+
+    return Advancer(planned.plan.layout, describe=planned.describe)
+
+
 def observe_device_rank(
     folder: Path,
     options: RunOptions,
@@ -132,6 +142,9 @@ def observe_device_rank(
     timeline = Timeline(devices, writer)
     recorder = make_recorder(writer, timeline=timeline, cuda=True)
     roles: list[DeviceRole] = []
+    pacer = None
+    if orders.planned is not None:
+        pacer = PlanPacer(orders.planned, ledger.origin_ns, make_pacing)
 
     def make_role(connection: Any, place: Place) -> DeviceRole:
         role = DeviceRole(
@@ -147,6 +160,7 @@ def observe_device_rank(
             timeline=timeline,
             follower=orders.follower,
             sources=DeviceSources(options.tensors.sources, lambda: recorder.position.step),
+            pacer=pacer,
             shares=orders.shares,
             is_on_device=is_on_device,
         )

@@ -36,6 +36,7 @@ from prismreplay.runtime.device_time import Timeline
 from prismreplay.runtime.operations import Call, Group, Op
 from prismreplay.runtime.recording import RecordRole
 from prismreplay.runtime.roles import Pending
+from prismtrace.schema import ReduceOp
 
 __all__ = ["DeviceRole", "Pacer"]
 
@@ -45,13 +46,16 @@ _ALIGNED = 16
 
 
 class Pacer(Protocol):
-    """Holds streams until operations end in the virtual world."""
+    """Holds streams until operations end in the virtual world; see `PlanPacer`."""
 
-    def launch(self, works: Sequence[DeviceWork], stream: StreamKey, spare_ns: int) -> None:
-        """Put into a stream what holds it; `spare_ns` of the time go to what comes after."""
+    def arrive(self, works: Sequence[DeviceWork], stream: int, *, computes: bool) -> Any:
+        """Operations that are launched as one get to the front of a stream."""
+
+    def hold(self, held: Any) -> None:
+        """Hold the stream until all of them end."""
 
     def summarize(self, summary: DeviceSummary) -> DeviceSummary:
-        """How well ends were met; waits for the device."""
+        """How well ends were met."""
 
 
 class DeviceRole(SandboxRole):
@@ -94,7 +98,6 @@ class DeviceRole(SandboxRole):
         self._uses: dict[str, _Use] = {}
         self._issuing_ns = self._fetching_ns = 0
         self._counts: Counter[str] = Counter()
-        self._bytes_per_ns = 0.0
 
     def make_real_group(self, group: Group, backends: dict[str, str]) -> Any:
         """NCCL's own, of ranks that are all in the sandbox; else as on CPUs."""
@@ -185,11 +188,14 @@ class DeviceRole(SandboxRole):
         """Put operations into a stream, which is current."""
         self._counts["operations"] += len(works)
         ways = [self._way(work.op) for work in works]
+        held = None
         if self._pacer is not None:
-            spare = sum(map(self._numerics_ns, works, ways))
-            self._pacer.launch(works, stream, spare)
+            computes = any(map(_computes, works, ways))
+            held = self._pacer.arrive(works, self._streams.handle(stream), computes=computes)
         for work, way in zip(works, ways, strict=True):
             self._compute(work, way, stream)
+        if held is not None and self._pacer is not None:
+            self._pacer.hold(held)
 
     def _way(self, op: Op) -> Way | None:
         """None: there is nobody else in the group."""
@@ -263,18 +269,6 @@ class DeviceRole(SandboxRole):
         count = sum(spec.elements for spec in specs)
         return self._streams.scratch(count, getattr(torch, specs[0].dtype.value))
 
-    def _numerics_ns(self, work: DeviceWork, way: Way | None) -> int:
-        """About how long the GPU will compute an operation's result."""
-        if way is None or not work.outputs:
-            return 0
-        if way.kind == "mirror" and work.outputs is work.inputs and _is_own(work.op):
-            return 0
-        if not self._bytes_per_ns:
-            self._bytes_per_ns = self._streams.bytes_per_ns()
-        moved = 3 if way.kind == "recording" else 2
-        nbytes = sum(spec.nbytes for spec in work.op.outputs)
-        return round(moved * nbytes / self._bytes_per_ns) + 2_000
-
     # --- groups and graph ------------------------------------------------------------------
 
     def _virtual_members(self, op: Op) -> list[int]:
@@ -319,9 +313,21 @@ class DeviceRole(SandboxRole):
         use.sources[placed.transfer_source or "none"] += 1
 
 
-def _is_own(op: Op) -> bool:
-    """Whether mirrored partners leave the rank's own numbers as they are."""
-    return op.reduce_op is not None and op.reduce_op.name in ("AVG", "MIN", "MAX", "BAND", "BOR")
+def _computes(work: DeviceWork, way: Way | None) -> bool:
+    """Whether the device has to compute something for an operation's result."""
+    op = work.op
+    if way is None or not work.outputs or way.kind == "nothing":
+        return False
+    if way.kind == "mirror":
+        if op.call is Call.BROADCAST:
+            return False
+        own = op.reduce_op in _OWN and op.call in (Call.ALL_REDUCE, Call.REDUCE)
+        return not own
+    return True
+
+
+_OWN = (ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR)
+"""Reductions in which mirrored partners leave the rank's own numbers as they are."""
 
 
 class _Use:

@@ -61,8 +61,8 @@ class Streams(Protocol):
     def uniform(self, tensor: Tensor, low: float, high: float) -> None:
         """The same, with numbers from `low` on, below `high`."""
 
-    def bytes_per_ns(self) -> float:
-        """What a simple kernel reads and writes in a nanosecond, about."""
+    def handle(self, stream: StreamKey) -> int:
+        """What the driver calls a stream."""
 
     def memory(self) -> tuple[int, int, int]:
         """Reserved by torch's allocator, the most reserved, and the most allocated, in bytes."""
@@ -80,6 +80,7 @@ class CudaStreams:
         base = torch._C._CudaEventBase  # noqa: SLF001  past the hooks
         self._record, self._wait = base.record, base.wait
         self._known: dict[StreamKey, Any] = {}
+        self._handles: dict[StreamKey, int] = {}
         self._generator: Any = None
 
     def current(self) -> StreamKey:
@@ -148,13 +149,12 @@ class CudaStreams:
         else:
             tensor.random_(int(low), max(int(high), int(low) + 1), generator=self._own_generator())
 
-    def bytes_per_ns(self) -> float:
+    def handle(self, stream: StreamKey) -> int:
         """See `Streams`."""
-        properties = torch.cuda.get_device_properties(self._device())
-        clock_khz = getattr(properties, "memory_clock_rate", 0)
-        width = getattr(properties, "memory_bus_width", 0)
-        # Twice a cycle; kernels reach some four fifths of it.
-        return (2 * clock_khz * 1000 * width / 8 * 0.8 / 1e9) or _BYTES_PER_NS
+        found = self._handles.get(stream)
+        if found is None:
+            found = self._handles[stream] = int(self._stream(stream).cuda_stream)
+        return found
 
     def memory(self) -> tuple[int, int, int]:
         """See `Streams`."""
@@ -182,7 +182,6 @@ class CudaStreams:
         return found
 
 
-_BYTES_PER_NS = 1000.0
 _RANDOM = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

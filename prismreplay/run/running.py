@@ -336,7 +336,7 @@ class _Run:
                 store_log = self._store_log(members)
                 self.hub.costs = self._costs()
                 self.proxies.await_ready(WAIT_SECONDS)
-                self._write_orders(followers)
+                self._write_orders(followers, said.plan)
                 self.started = time.monotonic()
                 self.origin_ns = self.hub.begin_at()
                 self.world = World(
@@ -367,16 +367,19 @@ class _Run:
         taken = len(self._options.sandbox) + self._options.assistants + 1
         return min(_MOST_THREADS, cores - taken)
 
-    def _write_orders(self, followers: Mapping[int, GraphFollower]) -> None:
+    def _write_orders(self, followers: Mapping[int, GraphFollower], plan: Plan | None) -> None:
         """What ranks on GPUs have to know: they ask nobody while they run."""
         if not self._job.gpus:
             return
+        from prismreplay.run.device_pacing import PlannedRank
         from prismreplay.run.device_ranks import Orders, write_orders
 
-        shares = len(self._job.placed) > len(self._job.gpus)
-        write_orders(
-            self._folder, {rank: Orders(one, shares=shares) for rank, one in followers.items()}
-        )
+        orders = {}
+        for rank, follower in followers.items():
+            planned = None if plan is None else PlannedRank.of(plan, rank)
+            shares = len(self._job.placed) > len(self._job.gpus)
+            orders[rank] = Orders(follower, shares=shares, planned=planned)
+        write_orders(self._folder, orders)
 
     def _serve_store(self) -> object:
         here = [rank for rank in self._options.sandbox if rank not in self.proxies]

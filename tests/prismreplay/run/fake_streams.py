@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 
@@ -79,8 +80,63 @@ class FakeStreams:
         else:
             tensor.random_(int(low), int(high), generator=self.generator)
 
-    def bytes_per_ns(self):
-        return 1000.0
+    def handle(self, stream):
+        return stream[0]
 
     def memory(self):
         return 100, 200, 150
+
+
+class FakePacing:
+    """`prismreplay.plugin.advancing.Advancer`, with the host in place of the device."""
+
+    def __init__(self, planned):
+        from prismreplay.plugin import advance_simulation
+
+        self.simulation = advance_simulation
+        self.layout = planned.plan.layout
+        self.tables = advance_simulation.new_tables(self.layout)
+        self.describe = planned.describe
+        self.running = {}
+        self.debt_ns = 0
+        self.told = []
+        self.next = 0
+
+    def begin(self, origin_ns):
+        self.origin_ns = origin_ns
+
+    def now(self):
+        return time.monotonic_ns() - self.origin_ns - self.debt_ns
+
+    def arrive(self, program, _stream):
+        self.next += 1
+        self.running[self.next] = self.simulation.Running(
+            self.layout, self.tables, program, self.now()
+        )
+        return self.next
+
+    def launch(self, program, stream, *, ticket=None, owes=False):
+        ticket = ticket or self.arrive(program, stream)
+        one = self.running.pop(ticket)
+        while (outcome := one.poll()) is None:
+            if self.now() > 5_000_000_000:
+                raise TimeoutError(self.describe(one.missing, program.round_))
+            time.sleep(0.001)
+        end = outcome.ready_ns + program.transfer_ns
+        while self.now() < end:
+            time.sleep(1e-5)
+        ended = self.now()
+        if owes:
+            self.debt_ns += ended - end
+        self.told.append(SimpleNamespace(ticket=ticket, end_ns=end, ended_ns=ended))
+        return ticket
+
+    def records(self):
+        told, self.told = self.told, []
+        return told
+
+    def check(self):
+        """Nothing waits in vain unseen."""
+
+    def release(self):
+        """Nothing is held."""

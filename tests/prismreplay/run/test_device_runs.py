@@ -5,19 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import dedent
 
+import polars as pl
 import pytest
 
 pytest.importorskip("torch")
 
+from prismcalib.merging import merge
+from prismcalib.slices import SliceOptions as MergeOptions
 from prismreplay.collect.collecting import CollectOptions, collect
 from prismreplay.collect.gpus import Gpu
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.errors import PlanError, RankFailedError, UnsupportedOperationError
+from prismreplay.plan import compile_plan
 from prismreplay.run import device_ranks, running
-from prismreplay.run.running import RunOptions, run_sandbox
+from prismreplay.run.results import report_of
+from prismreplay.run.running import RunOptions, Timing, run_sandbox
+from prismreplay.slicing import running as slicing_running
+from prismreplay.slicing.progress import Execution
+from prismreplay.slicing.task import SliceTask
 from prismreplay.tensors.choices import read_choices
 from prismtrace.trace import open_trace
-from tests.prismreplay.run.fake_streams import FakeStreams, NoDevices
+from tests.prismreplay.run.fake_streams import FakePacing, FakeStreams, NoDevices
 
 pytestmark = [
     pytest.mark.usefixtures("gpu"),
@@ -137,9 +145,8 @@ def gpu(monkeypatch):
         monkeypatch.setattr(running, "visible_gpus", lambda: gpus)
         monkeypatch.setattr(running, "require_cuda_asleep", lambda _: None)
         monkeypatch.setattr(device_ranks, "make_devices", lambda: (NoDevices(), FakeStreams()))
-        monkeypatch.setattr(
-            device_ranks, "is_on_device", lambda op, _: op.group.backend == "nccl"
-        )
+        monkeypatch.setattr(device_ranks, "make_pacing", FakePacing)
+        monkeypatch.setattr(device_ranks, "is_on_device", lambda op, _: op.group.backend == "nccl")
 
     make()
     return make
@@ -229,3 +236,85 @@ def test_a_rank_that_runs_out_of_memory_does_so_on_the_cluster_too(job, tmp_path
     with pytest.raises(RankFailedError, match="out of memory") as failed:
         _run(other, tmp_path / "run.parquet", (1,))
     assert "on the cluster" in failed.value.hint
+
+
+TIMED = """
+    import os, time, warnings
+    import torch
+    import torch.distributed as dist
+    warnings.simplefilter("ignore")
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("nccl")
+    x, y = torch.ones(4), torch.empty(4)
+    for step in range(4):
+        with torch.profiler.record_function(f"step {step}"):
+            time.sleep(0.01 * (rank + 1))
+            work = dist.all_reduce(x, async_op=True)
+            work.wait()
+            time.sleep(0.005)
+            there, back = dist.P2POp(dist.isend, x, 1 - rank % 2 + rank // 2 * 2), None
+            back = dist.P2POp(dist.irecv, y, 1 - rank % 2 + rank // 2 * 2)
+            for work in dist.batch_isend_irecv([there, back]):
+                work.wait()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def timed_job(tmp_path):
+    """A job of four ranks, each slower than the one before, collected."""
+    program = tmp_path / "timed.py"
+    program.write_text(dedent(TIMED))
+    call = ProgramCall(str(program), ())
+    collect(call, tmp_path / "bare.parquet", CollectOptions(RANKS, 2, shown=()))
+    return tmp_path, call, None
+
+
+def _sliced(job, local):
+    """All slices of a job, merged."""
+    folder, call, _ = job
+    bare = open_trace(folder / "bare.parquet")
+    files = []
+    for number in range(RANKS):
+        task = SliceTask(
+            program=call,
+            execution=Execution(index=number, ranks=(number,), repeat=0),
+            graph=tuple(bare.paths),
+            output=folder / f"slice-{number:04d}.parquet",
+            log_dir=folder / f"logs{number}",
+            world_size=RANKS,
+            local_world_size=RANKS,
+            tensors=read_choices(),
+            fingerprint={},
+            gpus=("GPU-0",),
+        )
+        outcome = slicing_running.perform(task)
+        assert outcome.mixed_operations == outcome.nodes - _local(outcome.output)
+        assert len(outcome.step_ns) == local
+        files.append(outcome.output)
+    merged = merge(files, slices=MergeOptions(bare=bare))
+    merged.write(folder / "calibrated.parquet")
+    return open_trace(folder / "calibrated.parquet")
+
+
+def _local(path):
+    return open_trace(path).collect().filter(pl.col("kind").is_in(["compute", "memcpy"])).height
+
+
+def test_steps_take_what_the_slowest_virtual_rank_takes(timed_job, tmp_path):
+    calibrated = _sliced(timed_job, 4)
+    options = RunOptions(sandbox=(0,), shown=())
+    outcome = run_sandbox(
+        timed_job[1],
+        calibrated,
+        tmp_path / "run.parquet",
+        options,
+        lambda: Timing(compile_plan(calibrated, (0,))),
+    )
+    report = report_of(outcome, calibrated, timed=True)
+    told = report.ranks[0].device
+    assert told["holds"] == 8
+    assert told["mirrored"] == 8
+    # Rank 3 computes for 45 ms; all others wait for it.
+    assert report.predicted_step_ns == pytest.approx(45e6, rel=0.25)
+    assert report.step_ns == pytest.approx(report.predicted_step_ns, rel=0.25)

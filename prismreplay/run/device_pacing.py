@@ -1,0 +1,216 @@
+"""Ends of operations on a GPU: streams are held until operations end in the virtual world.
+
+The host looks an operation up in the plan and launches what the GPU then does by itself
+(`prismreplay.plugin.advancing`): note when the stream gets there, find out when all members are there,
+hold the stream until the transfer is over. What the rank computes in place of the backend goes
+between arrival and hold, and hides in the transfer.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from prismreplay.plan import Plan
+from prismreplay.run.device_plan import DevicePlan, Program
+from prismreplay.run.device_work import DeviceWork
+from prismreplay.run.marks import DeviceSummary
+
+__all__ = ["Held", "Pacing", "PlanPacer", "PlannedRank"]
+
+Slot = Any
+
+_LOOK_EVERY = 4096
+"""Launches after which it is read how earlier ones went; the device keeps four times as many."""
+
+
+class Pacing(Protocol):
+    """What an `Advancer` is asked for; see there."""
+
+    def begin(self, origin_ns: int) -> None:
+        """Count times from a moment of the host's monotonic clock."""
+
+    def arrive(self, program: Program | None, stream: int) -> int:
+        """Note that a stream gets to an operation; its ticket."""
+
+    def launch(
+        self, program: Program | None, stream: int, *, ticket: int | None = None, owes: bool = False
+    ) -> int:
+        """Hold a stream until an operation ends; its ticket."""
+
+    def records(self) -> Iterable[Any]:
+        """How operations went that are over: objects with ticket, end_ns, ended_ns."""
+
+    def check(self) -> None:
+        """Raise if one has waited in vain."""
+
+    def release(self) -> None:
+        """Hold nothing any more."""
+
+
+@dataclass(frozen=True)
+class PlannedRank:
+    """The plan as a rank takes it with it; nothing of polars in it, which does not survive a fork.
+
+    Attributes:
+        plan: for the device.
+        names: of the operations at each vertex of the plan, for messages.
+    """
+
+    plan: DevicePlan
+    names: Mapping[int, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> PlannedRank:
+        """That of one sandbox rank."""
+        made = DevicePlan(plan, rank)
+        # What follows asks the plan for its names only, and these are in here.
+        made.plan = made._names.plan = None  # type: ignore[assignment]  # noqa: SLF001
+        names: dict[int, list[str]] = {}
+        columns = plan.operations.select("vertex", "rank", "kind", "group", "seq")
+        for vertex, member, kind, group, seq in columns.iter_rows():
+            names.setdefault(vertex, []).append(f"rank {member}'s {kind} [group={group} seq={seq}]")
+        return cls(made, {vertex: tuple(some) for vertex, some in names.items()})
+
+    def describe(self, slot: Slot, round_: int) -> str:
+        """Whose time a slot holds, for messages about what did not happen."""
+        place = self.plan._codes.place_of(slot, round_)  # noqa: SLF001
+        if place is None:
+            return "a time that this rank computes itself"
+        again = f", repetition {place[1]} of the last step" if place[1] else ""
+        return " and ".join(self.names.get(place[0], ("an operation",))) + again
+
+
+class Held(NamedTuple):
+    """Operations that have arrived and whose stream is not held yet."""
+
+    programs: Sequence[Program]
+    tickets: Sequence[int | None]
+    stream: int
+    owes: bool
+
+
+@dataclass
+class PlanPacer:
+    """Holds the streams of a rank.
+
+    Attributes:
+        planned: the rank's plan.
+        origin_ns: when the run began, on the host's monotonic clock.
+        make: makes what launches, at the first operation: the program uses its GPU by then.
+    """
+
+    planned: PlannedRank
+    origin_ns: int
+    make: Callable[[PlannedRank], Pacing]
+    _pacing: Pacing | None = None
+    _joint: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _ends: dict[int, int] = field(default_factory=dict)
+    _late: list[int] = field(default_factory=list)
+    _launched: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def arrive(self, works: Sequence[DeviceWork], stream: int, *, computes: bool) -> Held | None:
+        """Operations that are launched as one get to the front of a stream.
+
+        Args:
+            works: of one launch.
+            stream: the driver's handle of it.
+            computes: something is put into the stream before `hold`.
+        """
+        pacing = self._pacing or self._begin()
+        pacing.check()
+        programs = self._programs(works, stream)
+        if not programs:
+            return None
+        tickets: list[int | None] = [None] * len(programs)
+        if computes or len(programs) > 1:
+            # All of a batch are there before it is waited for any of them.
+            tickets = [pacing.arrive(program, stream) for program in programs]
+        return Held(programs, tickets, stream, not any(work.asynchronous for work in works))
+
+    def hold(self, held: Held) -> None:
+        """Hold the stream until all of them end."""
+        pacing = self._pacing or self._begin()
+        launched = tuple(
+            pacing.launch(program, held.stream, ticket=ticket, owes=held.owes)
+            for program, ticket in zip(held.programs, held.tickets, strict=True)
+        )
+        with self._lock:
+            if len(launched) > 1:
+                self._joint.update(dict.fromkeys(launched[:-1], ()))
+                self._joint[launched[-1]] = launched[:-1]
+            self._launched += len(launched)
+            if self._launched >= _LOOK_EVERY:
+                self._launched = 0
+                self._look(pacing)
+
+    def summarize(self, summary: DeviceSummary) -> DeviceSummary:
+        """How well ends were met, once the device has done all.
+
+        Raises:
+            PluginTimeoutError: an operation has waited in vain.
+        """
+        if self._pacing is None:
+            return summary
+        self._pacing.check()
+        with self._lock:
+            self._look(self._pacing)
+        met = sorted(self._late)
+        if not met:
+            return summary
+        late = [one for one in met if one > _LATE_NS]
+        return summary._replace(
+            holds=len(met),
+            hold_median_ns=round(statistics.median(met)),
+            hold_p99_ns=met[(len(met) - 1) * 99 // 100],
+            hold_worst_ns=met[-1],
+            late=len(late),
+            late_ns=sum(late),
+        )
+
+    def release(self) -> None:
+        """Somebody has failed: no stream is held any more."""
+        if self._pacing is not None:
+            self._pacing.release()
+
+    def _begin(self) -> Pacing:
+        self._pacing = made = self.make(self.planned)
+        made.begin(self.origin_ns)
+        return made
+
+    def _programs(self, works: Sequence[DeviceWork], stream: int) -> list[Program]:
+        """What the device does for those that virtual ranks take part in."""
+        plan, found = self.planned.plan, []
+        with self._lock:
+            for work in works:
+                placed = work.placed
+                if placed.skipping or not plan.is_boundary(placed.key, placed.round_):
+                    continue
+                again = placed.otherwise
+                found.append(
+                    plan.program(
+                        placed.key,
+                        placed.round_,
+                        queue=stream,
+                        otherwise=None if again is None else (again.key, again.round_),
+                    )
+                )
+        return found
+
+    def _look(self, pacing: Pacing) -> None:
+        """Read how operations went. Of those launched as one, the last end counts."""
+        for one in pacing.records():
+            before = self._joint.pop(one.ticket, None)
+            if before == ():
+                self._ends[one.ticket] = one.end_ns
+                continue
+            end = max([one.end_ns, *(self._ends.pop(each, 0) for each in before or ())])
+            self._late.append(one.ended_ns - end)
+
+
+_LATE_NS = 20_000
+"""A hold that ends later than this was not held at all: its time had passed."""
