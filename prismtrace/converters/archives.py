@@ -1,26 +1,32 @@
 """Archives of traces (.tgz, .tar.gz, .tar): their members are inputs like files of a folder.
 
 Readers go over a file twice, first to tell what it is, so members are unpacked: into the
-system's folder for temporary files (TMPDIR), from where they go when the process ends.
+system's folder for temporary files (TMPDIR), from where they go when the process ends. Whoever
+reads of them reads ``ARCHIVE!MEMBER``.
 """
 
 from __future__ import annotations
 
 import atexit
 import gzip
+import os
 import shutil
 import tarfile
 import tempfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from prismtrace.converters.content import read_blocks
-from prismtrace.errors import InputFileError, OutputError
+from prismtrace.errors import InputFileError, OutputError, PrismError
 from prismtrace.output import output_error
 
-__all__ = ["is_archive", "members_of"]
+__all__ = ["is_archive", "members_of", "name_of", "naming_members"]
 
 _MAGIC_AT = 257
+_unpacked: dict[str, str] = {}
+"""What the paths of an archive's members begin with -> the same in words that last."""
 
 
 def is_archive(path: Path) -> bool:
@@ -48,6 +54,7 @@ def members_of(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
     """
     folder = Path(tempfile.mkdtemp(prefix="prismtrace-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _unpacked[f"{folder / path.name}{os.sep}"] = f"{path}!"
     try:
         found = _unpack(path, folder / path.name, suffixes)
     except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
@@ -61,6 +68,29 @@ def members_of(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
             hint="unpack it and name the files",
         )
     return sorted(found)
+
+
+def name_of(path: Path) -> str:
+    """What a file is called: of an archive's member ``ARCHIVE!MEMBER``."""
+    return _renamed(str(path))
+
+
+@contextmanager
+def naming_members() -> Iterator[None]:
+    """In this block errors call members of archives by their names, not by where they lie."""
+    try:
+        yield
+    except PrismError as error:
+        error.message = _renamed(error.message)
+        error.where = error.where and _renamed(error.where)
+        error.hint = error.hint and _renamed(error.hint)
+        raise
+
+
+def _renamed(text: str) -> str:
+    for begin, name in _unpacked.items():
+        text = text.replace(begin, name)
+    return text
 
 
 def _unpack(path: Path, folder: Path, suffixes: tuple[str, ...]) -> list[Path]:

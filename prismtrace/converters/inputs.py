@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from prismtrace.converters.archives import is_archive, members_of
+from prismtrace.converters.archives import is_archive, members_of, name_of
 from prismtrace.converters.sniff import is_dump
 from prismtrace.errors import InputFileError, RankError
 from prismtrace.input_files import files_of, require_readable, unreadable
@@ -70,14 +70,14 @@ def _is_nameless_dump(path: Path) -> bool:
 
 
 def given_ranks(paths: Sequence[Path], ranks: Mapping[str, int]) -> dict[Path, int]:
-    """Ranks by path, from ranks by file name or path.
+    """Ranks by path, from ranks by file name or path (of a member ``ARCHIVE!MEMBER``).
 
     Raises:
         RankError: a name is that of no input or of several.
     """
     given: dict[Path, int] = {}
     for key, rank in ranks.items():
-        fitting = [path for path in paths if key in (path.name, str(path))]
+        fitting = [path for path in paths if key in (path.name, str(path), name_of(path))]
         if len(fitting) != 1:
             raise RankError(
                 f"{key}={rank} names {'no' if not fitting else 'more than one'} input file",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from prismtrace import __version__
+from prismtrace.converters.archives import naming_members
 from prismtrace.converters.completing import complete_nodes, one_after_another
 from prismtrace.converters.first_pass import (
     read_files,
@@ -104,6 +105,7 @@ class ConvertReport:
         return {**asdict(self), "output": str(self.output)}
 
 
+@naming_members()
 def convert(
     inputs: PathLike | Sequence[PathLike],
     output: PathLike,
@@ -314,7 +316,8 @@ def _header(
     labels = sorted({label for trace in traces for label in trace.streams}, key=_natural)
     if len(labels) > _MOST_STREAMS:
         raise ValidationError(
-            f"the ranks use {len(labels)} different streams; a trace holds {_MOST_STREAMS}"
+            f"the ranks use {len(labels)} different streams; a trace holds {_MOST_STREAMS}",
+            hint="convert fewer ranks at a time",
         )
     informative = {
         name: number for name, number in sorted(counts.items()) if name not in repairs and number

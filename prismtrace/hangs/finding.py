@@ -7,6 +7,7 @@ from itertools import islice
 from math import inf
 from pathlib import Path
 
+from prismtrace.converters.archives import naming_members
 from prismtrace.converters.flight.inputs import dump_files
 from prismtrace.converters.flight.job import FlightJob, read_job
 from prismtrace.converters.groups import read_groups_file
@@ -29,6 +30,7 @@ _Item = tuple[str, object]
 """``("rank", r)`` or ``("operation", key)``."""
 
 
+@naming_members()
 def find_hang(
     inputs: PathLike | Sequence[PathLike],
     *,

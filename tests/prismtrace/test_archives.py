@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prismtrace.converters.inputs import expand_inputs
-from prismtrace.errors import InputFileError
+from prismtrace.errors import InputFileError, RankError
 from tests.prismtrace.chakra_traces import COLL, framed, node
 from tests.prismtrace.kineto_events import run
 
@@ -59,3 +59,17 @@ def test_a_recorded_archive(data_dir, tmp_path):
         tmp_path, data_dir / "chakra" / "1.0.2-chakra.0.0.4.tgz", ranks={found.name: 0}
     )
     assert (trace.header.kind, report.world_size, report.matched) == ("bare", 2, {"alone": 10})
+
+
+def test_errors_name_the_archive_and_its_member(tmp_path):
+    path = archive(tmp_path / "job.tgz", {"a/run.0.et": TRACE, "b/run.0.et": TRACE})
+    names = [f"{path}!{folder}/run.0.et" for folder in "ab"]
+    with pytest.raises(RankError, match="is in two files") as twice:
+        run(tmp_path, path)
+    assert twice.value.where == " and ".join(names)
+    _, report = run(tmp_path, path, ranks={names[1]: 1})
+    assert report.ranks == (0, 1)
+    path = archive(tmp_path / "cut.tgz", {"job/run.0.et": TRACE[:-2]})
+    with pytest.raises(InputFileError, match="damaged") as damaged:
+        run(tmp_path, path)
+    assert damaged.value.where == f"{path}!job/run.0.et"
