@@ -12,9 +12,13 @@ Names are loaded on first use, so that importing this package costs nothing.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+
+# As checkers know it: importing `typing` for it would take longer than all the rest.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from prismcalib.build import graph_from_trace
     from prismcalib.coarsening import Coarse, CoarsenReport, coarsen
     from prismcalib.comm_table import CommTable, read_comm_logs

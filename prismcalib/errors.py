@@ -127,6 +127,7 @@ class ScenarioError(CalibError):
     """Edits of a what-if make no sense: an impossible value, or a broken scenario file."""
 
     code = "scenario"
+    usual_hint = "docs/guides/decisions.md shows edits, and files of scenarios"
 
 
 class ComparisonError(CalibError):
@@ -139,6 +140,7 @@ class CommLogError(CalibError):
     """A log or table of communication times is broken, ambiguous or contradicts itself."""
 
     code = "comm-log"
+    usual_hint = "docs/guides/communication-costs.md shows which logs are understood"
 
 
 class CoarsenError(CalibError):
@@ -157,3 +159,4 @@ class MergeInputError(CalibError):
     """The slices do not belong to one job: structure, world size or groups differ."""
 
     code = "merge-input"
+    usual_hint = "docs/guides/slices.md says what goes into a merge"

@@ -130,7 +130,8 @@ def merge(
             "a bare graph or an earlier result goes with slices, but this is a whole run",
             hint="leave out --bare and --base",
         )
-    if slices is not None and slices.ranks_per_host is not None:
+    sources = () if slices is None else (slices.ranks_per_host, slices.comm_table)
+    if any(source is not None for source in sources):
         raise MergeInputError(
             "every transfer of a whole run was measured: it needs no other source",
             hint="leave out --comm-table and --ranks-per-host",

@@ -7,9 +7,13 @@ package is installed (`prismreplay.runtime.bootstrap`).
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+
+# As checkers know it: importing `typing` for it would take longer than all the rest.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from prismreplay.doctor import Check, Report, Status, examine
     from prismreplay.errors import ReplayError
 

@@ -63,6 +63,7 @@ class TensorRulesError(ReplayError):
     """Rules that supply tensors are wrong, contradict each other, or cannot make a tensor."""
 
     code = "tensor-rules"
+    usual_hint = "docs/guides/tensors.md lists what rules may say"
 
 
 class TensorRecordingError(ReplayError):
@@ -81,6 +82,7 @@ class ProgramError(ReplayError):
     """The program cannot be found, or is no Python."""
 
     code = "program"
+    usual_hint = "run it by itself first: python SCRIPT.py, or python -m MODULE"
 
 
 class RankFailedError(ReplayError):
@@ -159,12 +161,14 @@ class UnsupportedOperationError(ReplayError):
     """A communication, or a method of torch's process groups, that is not covered."""
 
     code = "unsupported-operation"
+    usual_hint = "docs/reference/communication.md lists what is covered"
 
 
 class MockRouterError(ReplayError):
     """A mock router's shares are impossible, or do not fit the program's routers."""
 
     code = "mock-router"
+    usual_hint = "docs/guides/tensors.md shows a file of shares"
 
 
 class SliceError(ReplayError):

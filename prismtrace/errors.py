@@ -46,16 +46,18 @@ __all__ = [
 class PrismError(Exception):
     """Base of all errors raised on purpose.
 
-    `str(error)` is one line: the message and, in brackets, the place.
+    `str(error)` is one line: the message and, in brackets, the place. Where nothing better is
+    known when it is raised, the hint is the `usual_hint` of the class.
     """
 
     code: ClassVar[str] = "prism"
+    usual_hint: ClassVar[str | None] = None
 
     def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.where = where
-        self.hint = hint
+        self.hint = hint if hint is not None else self.usual_hint
 
     def __str__(self) -> str:
         return f"{self.message} [{self.where}]" if self.where else self.message
@@ -100,6 +102,7 @@ class RankError(TraceError):
     """A file's rank is unknown, given twice, or outside the world size."""
 
     code = "rank"
+    usual_hint = "say which rank a file is of: --rank FILE=N, counted from 0"
 
 
 class GroupError(TraceError):
@@ -130,6 +133,7 @@ class ValidationError(TraceError):
     """Rows or header of a trace break a rule of the format."""
 
     code = "invalid-trace"
+    usual_hint = "write the trace again from its sources; `prismtrace validate` lists what is wrong"
 
 
 class QueryError(TraceError):

@@ -78,12 +78,12 @@ def require_readable(path: str | os.PathLike[str]) -> None:
 
 
 def is_text(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is UTF-8: Polars opens no others."""
+    """Whether a path is UTF-8: Polars opens no others, whatever encoding the locale has."""
+    name = os.fspath(path)
     try:
-        os.fspath(path).encode()
+        return name.encode() == os.fsencode(name)
     except UnicodeEncodeError:
         return False
-    return True
 
 
 def unreadable(path: str | os.PathLike[str], error: OSError) -> InputFileError:

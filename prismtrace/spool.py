@@ -142,7 +142,9 @@ def read_spool(path: str | os.PathLike[str]) -> Spool:
             position = end
     except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
         raise ValidationError(
-            "a spool with records that make no sense", where=f"{path} after byte {position}"
+            "a spool with records that make no sense",
+            where=f"{path} after byte {position}",
+            hint="another program may have written into it: record again",
         ) from error
     if not spool.facts:
         raise InputFileError(

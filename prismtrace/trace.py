@@ -307,7 +307,11 @@ def _scan(path: Path, *, exact: bool = True) -> tuple[pl.LazyFrame, tuple[Part, 
         found = frame.collect_schema()
         beside = pl.read_parquet_metadata(path).get(BESIDE_KEY)
     except (OSError, pl.exceptions.PolarsError) as error:
-        raise InputFileError("not a readable Parquet file", where=str(path)) from error
+        raise InputFileError(
+            "not a readable Parquet file",
+            where=str(path),
+            hint="copy it again, or write it again from its sources",
+        ) from error
     if beside is None:
         return conform(frame, found, where=str(path), exact=exact), ()
 

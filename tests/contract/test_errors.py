@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pickle
 import re
+
+import pytest
 
 from prismtrace.errors import PrismError
 
@@ -38,6 +41,25 @@ def test_every_code_has_its_heading_and_no_heading_lacks_a_code(repo):
     headings = re.findall(r"^### (\S+)$", text, re.MULTILINE)
     assert len(headings) == len(set(headings))
     assert set(headings) == {kind.code for kind in _classes()}
+
+
+# Errors of the Python interface, whose callers gave arguments that do not fit together.
+OF_ARGUMENTS = {"CalibError"}
+
+
+@pytest.mark.parametrize("package", ["prismtrace", "prismcalib"])
+def test_every_error_says_what_to_do_next(package, repo):
+    kinds = {kind.__name__: kind for kind in _classes()}
+    silent = []
+    for path in sorted((repo / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            kind = kinds.get(ast.unparse(node.func).rpartition(".")[2])
+            given = {keyword.arg for keyword in node.keywords} & {"hint", None}
+            if kind and not given and kind.usual_hint is None:
+                silent.append((kind.__name__, f"{path.name}:{node.lineno}"))
+    assert [one for one in silent if one[0] not in OF_ARGUMENTS] == []
 
 
 def test_errors_survive_pickling():

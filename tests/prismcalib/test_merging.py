@@ -3,6 +3,7 @@ import pytest
 
 from prismcalib.errors import ClockError, CoverageError, CycleError, MergeInputError
 from prismcalib.merging import merge
+from prismcalib.slices import SliceOptions
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import ClockDomain
 from prismtrace.trace import Trace, open_trace, write_nodes
@@ -51,6 +52,12 @@ def test_wait_and_transfer_are_split_at_the_last_arrival(make_run):
     for column in ("wait_ns", "transfer_ns", "transfer_source"):
         assert local[column].null_count() == local.height
     assert nodes["wait_ns"].sum() == merge(run.trace).report.wait_ns > 0
+
+
+def test_a_whole_run_needs_no_other_source_of_transfers(make_run):
+    for given in ({"comm_table": "absent.parquet"}, {"ranks_per_host": 8}):
+        with pytest.raises(MergeInputError, match="needs no other source"):
+            merge(make_run().trace, slices=SliceOptions(**given))
 
 
 def test_clock_errors_are_found_and_removed(make_run):

@@ -41,3 +41,10 @@ def test_what_is_none(tmp_path: Path) -> None:
 def test_names() -> None:
     assert is_text("é☃")
     assert not is_text(os.fsdecode(b"\xff"))
+
+
+def test_a_name_that_polars_would_spell_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_text("é")
+    monkeypatch.setattr(os, "fsencode", lambda name: name.encode("latin-1"))
+    assert not is_text("é")
+    assert is_text("e")

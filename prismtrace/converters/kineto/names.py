@@ -226,7 +226,8 @@ class CommPatterns:
                 custom.append((re.compile(pattern), Kind(kind)))
             except re.error as error:
                 raise SourceFormatError(
-                    f"communication kernel rule {rule!r} is no valid pattern: {error}"
+                    f"communication kernel rule {rule!r} is no valid pattern: {error}",
+                    hint="REGEX is a regular expression of Python; write \\ before ( [ . * + ?",
                 ) from error
         return cls(tuple(custom))
 

@@ -268,7 +268,9 @@ def _read_table(paths: Sequence[Path], mapping: ColumnMapping) -> tuple[pl.DataF
                 hint="an operation-level log is a Parquet or CSV file with a line of names",
             ) from error
         if not frames[-1].height:
-            raise InputFileError("the log has no rows", where=str(path))
+            raise InputFileError(
+                "the log has no rows", where=str(path), hint="check what wrote it, or leave it out"
+            )
         _check_values(frames[-1], path)
     table = frames[0] if len(frames) == 1 else pl.concat(frames, how="vertical_relaxed")
     return table, np.cumsum([0, *(frame.height for frame in frames[:-1])], dtype=np.int64)
@@ -350,7 +352,9 @@ def _check_values(table: pl.DataFrame, path: Path) -> None:
             row = int(table.select(rule.fill_null(value=False).arg_max()).item())
             more = f", and {count - 1} more" if count > 1 else ""
             raise ValidationError(
-                f"row {row} {problem}{more}: {dict(table.row(row, named=True))}", where=str(path)
+                f"row {row} {problem}{more}: {dict(table.row(row, named=True))}",
+                where=str(path),
+                hint="mend the row, or say with --columns what the columns mean",
             )
 
 
@@ -408,7 +412,11 @@ def _operation_codes(
             hint=f"add it to the file given with --columns, such as\n{example}",
         )
     if len(names) > 2**8:
-        raise SourceFormatError(f"{len(names)} different operations; at most 256", where=str(path))
+        raise SourceFormatError(
+            f"{len(names)} different operations; at most 256",
+            where=str(path),
+            hint="take numbers out of their names, which belong into columns of their own",
+        )
     code = {name: number for number, name in enumerate(names)}
     table_of_codes = np.zeros(len(seen), np.uint8)
     table_of_codes[present] = [code[name] for name in spelled]
