@@ -16,6 +16,7 @@ PYTEST_ARGS ?=
 DEMO_OUT ?= demo-out
 PY := $(VENV)/bin/python
 PACKAGES := prismtrace prismcalib prismreplay
+GENERATED := schemas cli api_page errors diagrams
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -36,8 +37,9 @@ type: $(VENV)/.dev ## mypy --strict on the three packages
 bench: $(VENV)/.dev ## run every benchmark script (minutes; wants a quiet machine)
 	@for script in benchmarks/*.py; do echo "== $$script"; PYTHONPATH=. $(PY) "$$script"; done
 
-docs: $(VENV)/.dev ## regenerate schemas/, the commands' and columns' pages, the frozen flags
-	$(PY) -m pytest -q tests/contract --regenerate
+docs: $(VENV)/.dev ## write generated pages and schemas anew, build the site in build/site
+	$(PY) -m pytest -q $(GENERATED:%=tests/contract/test_%.py) --regenerate
+	$(PY) docs/site/build.py
 
 clean: ## remove the environment, caches and the demo's output
 	rm -rf "$(VENV)" "$(DEMO_OUT)" build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -12,7 +12,8 @@ PACKAGES = ("prismtrace", "prismcalib", "prismcalib.synth", "prismreplay")
 HEAD = """# Python API
 
 Generated from the code: the public names of the packages, their signatures and what they are for.
-Details stand in the docstrings: `help(prismcalib.merge)`. Paths may be `str` or `Path`.
+Names with more to say lead to it; it is what `help(prismcalib.merge)` says, too. Paths may be `str`
+or `Path`.
 """
 
 
@@ -38,23 +39,40 @@ def _signature(value: object) -> str:
     return f"({', '.join(names)})"
 
 
-def _entry(name: str, value: object) -> str:
+def _docstring(name: str, value: object) -> tuple[str, str]:
+    """The first paragraph, and the rest."""
     text = (inspect.getdoc(value) or "") if callable(value) else "A table of constants."
-    first = " ".join(text.split("\n\n")[0].split())
+    first, _, rest = text.partition("\n\n")
     if first.startswith(f"{name}("):  # a dataclass without docstring
-        first = ""
+        return "", ""
+    return " ".join(first.split()), rest.strip()
+
+
+def _anchor(package: str, name: str) -> str:
+    return f"{package}.{name}".replace(".", "").lower()
+
+
+def _entry(package: str, name: str, value: object) -> str:
+    first, rest = _docstring(name, value)
     signature = "" if isinstance(value, type) else _signature(value)
-    cell = first.replace("|", "\\|")
-    return f"| `{name}{signature}` | {cell} |"
+    shown = f"`{name}{signature}`"
+    shown = f"[{shown}](#{_anchor(package, name)})" if rest else shown
+    return f"| {shown} | {first.replace('|', chr(92) + '|')} |"
 
 
 def render() -> str:
     parts = [HEAD]
+    details = []
     for package in PACKAGES:
         module = importlib.import_module(package)
-        rows = [_entry(name, getattr(module, name)) for name in sorted(module.__all__)]
+        values = {name: getattr(module, name) for name in sorted(module.__all__)}
+        rows = [_entry(package, name, value) for name, value in values.items()]
         parts += [f"## {package}\n", "| name | what it is |\n|---|---|", "\n".join(rows) + "\n"]
-    return "\n".join(parts)
+        for name, value in values.items():
+            rest = _docstring(name, value)[1]
+            if rest:
+                details += [f"### {package}.{name}\n", f"```text\n{rest}\n```\n"]
+    return "\n".join([*parts, "## Details\n", *details])
 
 
 def test_the_page_lists_every_public_name(repo, regenerate):

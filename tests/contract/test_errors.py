@@ -43,6 +43,24 @@ def test_every_code_has_its_heading_and_no_heading_lacks_a_code(repo):
     assert set(headings) == {kind.code for kind in _classes()}
 
 
+def _tree(kind: type[PrismError], depth: int = 0) -> list[str]:
+    line = f"{'    ' * depth}{kind.__name__}  {kind.code}"
+    below = sorted(kind.__subclasses__(), key=lambda child: child.__name__)
+    own = [child for child in below if child.__module__ in MODULES]
+    return [line, *(text for child in own for text in _tree(child, depth + 1))]
+
+
+def test_the_tree_is_drawn(repo, regenerate):
+    _classes()
+    page = repo / "docs/reference/errors.md"
+    text = page.read_text(encoding="utf-8")
+    head, tail = re.split(r"(?<=## The tree\n\n)```text\n.*?```(?=\n)", text, flags=re.DOTALL)
+    drawn = "\n".join(["```text", *_tree(PrismError), "```"])
+    if regenerate:
+        page.write_text(f"{head}{drawn}{tail}", encoding="utf-8")
+    assert page.read_text(encoding="utf-8") == f"{head}{drawn}{tail}", "run `make docs`"
+
+
 # Errors of the Python interface, whose callers gave arguments that do not fit together.
 OF_ARGUMENTS = {"CalibError"}
 
