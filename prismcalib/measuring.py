@@ -249,7 +249,8 @@ def _arrive(
     starts = start[members.row]
     every = members
     if virtual is not None:
-        others = virtual.filter(pl.col("start_ns").is_not_null() & pl.col("seq").is_not_null())
+        timed = pl.col("start_ns").is_not_null() & pl.col("seq").is_not_null()
+        others = virtual.filter(timed, ~pl.col("rank").is_in(_elsewhere(header)))
         guests = rows_of(others, header, where, partial=True)
         arrived = guests.start
         if alignment is not None:
@@ -266,6 +267,12 @@ def _arrive(
     latest = np.full(count, _LOWEST)
     np.maximum.at(latest, instance, starts)
     return _Arrivals(every, len(members.row), instance, count, starts, latest)
+
+
+def _elsewhere(header: TraceHeader) -> list[int]:
+    """Virtual ranks whose clock no real rank shares; nothing tells when they arrived."""
+    real = set(header.slice.real_ranks) if header.slice is not None else set(header.ranks)
+    return [rank for clock in header.clock if not real & {*clock.ranks} for rank in clock.ranks]
 
 
 def _in(pairs: Int64Array, members: Members, groups: int) -> Int64Array:

@@ -13,6 +13,7 @@ from prismcalib.build import require_all_members, sorted_rows, structure_graph
 from prismcalib.clocks import group_max
 from prismcalib.errors import MergeInputError
 from prismcalib.graph import Graph, Int64Array
+from prismcalib.steady import chain_steps
 from prismcalib.synth.assembly import Job, JobGraph
 from prismcalib.synth.spec import JobSpec
 from prismcalib.synth.times import own_times
@@ -174,7 +175,9 @@ class TraceSource:
                 f"the trace has {len(header.clock)} clocks that are not aligned",
                 hint="merge it first: slices are cut from true times",
             )
-        rows = sorted_rows(self.trace)
+        # In a run of its own a rank begins a step when it has ended the one before, not at the
+        # recorded time, which others may have held up.
+        rows, _ = chain_steps(sorted_rows(self.trace))
         if rows["start_ns"].null_count():
             raise MergeInputError("some rows of the trace have no times")
         graph = structure_graph(rows, header)

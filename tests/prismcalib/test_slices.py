@@ -591,6 +591,16 @@ def test_clocks_of_one_slice_are_aligned(run, tmp_path):
     assert "slice-0000" in caught.value.where
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_arrivals_on_clocks_of_absent_ranks_count_for_nothing(run, tmp_path, ranks):
+    # Virtual ranks of other hosts: nothing relates their clocks to those of the real ranks.
+    paths = synth.cut_into_slices(run, tmp_path, 1, ranks_per_clock=ranks)
+    result = merge(paths)
+    assert result.nodes["start_ns"].equals(run.collect()["start_ns"])
+    assert result.nodes["dur_ns"].equals(run.collect()["dur_ns"])
+    assert result.report.transfer_clamps == result.report.late_virtual == 0
+
+
 def test_clocks_eleven_seconds_apart_are_refused(run, tmp_path):
     paths = synth.cut_into_slices(run, tmp_path, 4)
     # One clock, says the header, but half of the ranks are 11 s behind.
