@@ -1,55 +1,44 @@
-"""Keep cores as busy as the ranks of a job would: forward and backward of the same layers.
-
-    busy.py --cores 4,5,6 -- train_gpt.py ARGUMENTS...
-
-Ends when its standard input does.
-"""
+"""Keep cores as busy as the ranks of a job would: training steps of the same layers."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 
-def _work(core: int) -> None:
+def _work(core: int) -> NoReturn:
     import train_gpt
 
     os.sched_setaffinity(0, {core})
     args = train_gpt.parse_arguments()
     model = train_gpt.GPT(args)
     size = args.batch_size // args.microbatches
-    inputs, _ = train_gpt.draw_batch(core, size, args.length, torch.device("cpu"))
+    inputs, targets = train_gpt.draw_batch(core, size, args.length, torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+    os.write(1, b".")
     while True:
-        model(inputs).sum().backward()
-        for value in model.parameters():
-            value.grad = None
+        for _ in range(args.microbatches):
+            train_gpt.compute_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def main() -> None:
-    """Fork one worker a core, and end them all in the end."""
-    _, cores, _, script, *arguments = sys.argv[1:]
+def keep_busy(cores: Sequence[int], words: Sequence[str]) -> None:
+    """Fork one worker a core; each prints a dot when it begins, and goes on until it is killed.
+
+    Args:
+        cores: where they are pinned to.
+        words: `train_gpt.py` with its arguments.
+    """
     torch.set_num_threads(1)
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    sys.argv = [script, *arguments]
-    workers = []
-    for core in map(int, cores.split(",")):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                _work(core)
-            finally:
-                os._exit(1)
-        workers.append(pid)
-    print("busy", flush=True)
-    sys.stdin.read()
-    for pid in workers:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
-if __name__ == "__main__":
-    main()
+    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    sys.argv = list(words)
+    for core in cores[1:]:
+        if os.fork() == 0:
+            _work(core)
+    _work(cores[0])

@@ -4,8 +4,8 @@
 
 Environment: FIDELITY_TIMES is the folder for `rank-N.json` (times of the ends of optimizer steps
 in ns); FIDELITY_CORES pins ranks to cores, as in `0:4,1:5+6`; with FIDELITY_CLAIMS, a folder, each
-rank takes a core that no other has, of those it may use; FIDELITY_SLOW makes the layers of a rank
-take longer, as in `5:1.2`.
+rank takes a core that no other has, of those it may use; FIDELITY_SLOW makes the layers and the
+optimizer of a rank take longer, as in `5:1.2`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ from torch.nn.modules.module import (
     register_module_full_backward_hook,
     register_module_full_backward_pre_hook,
 )
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-_SLOWED = "Block"
+_SLOWED = ("Block", "Embedding", "LayerNorm", "Linear")
+"""Classes of layers that compute; what is left is the loss."""
 
 
 def _of_rank(variable: str, rank: int) -> str | None:
@@ -52,19 +56,26 @@ def _claim_core(folder: Path) -> tuple[int, int] | None:
 
 
 def _slow_down(factor: float) -> None:
-    """Every layer takes `factor` times as long, forward and backward."""
-    begun: dict[tuple[int, str], int] = {}
+    """All layers take `factor` times as long, forward and backward, and so does the optimizer."""
+    under_way: dict[str, list[tuple[int, int]]] = {"forward": [], "backward": [], "optimizer": []}
 
     def begin(way: str) -> Any:
-        return lambda module, *_: begun.__setitem__((id(module), way), time.perf_counter_ns())
+        def note(layer: Any, *_: Any) -> None:
+            if way == "optimizer" or type(layer).__name__ in _SLOWED:
+                under_way[way].append((id(layer), time.perf_counter_ns()))
+
+        return note
 
     def end(way: str) -> Any:
-        def spin(module: Any, *_: Any) -> None:
-            if type(module).__name__.endswith(_SLOWED):
-                now = time.perf_counter_ns()
-                until = now + (factor - 1) * (now - begun[id(module), way])
-                while time.perf_counter_ns() < until:
-                    pass
+        def spin(layer: Any, *_: Any) -> None:
+            now = time.perf_counter_ns()
+            if not under_way[way] or under_way[way][-1][0] != id(layer):
+                return
+            _, begun = under_way[way].pop()
+            # What is in a layer is slowed down with it.
+            until = now + (factor - 1) * (now - begun) if not under_way[way] else now
+            while time.perf_counter_ns() < until:
+                pass
 
         return spin
 
@@ -72,6 +83,8 @@ def _slow_down(factor: float) -> None:
     register_module_forward_hook(end("forward"))
     register_module_full_backward_pre_hook(begin("backward"))
     register_module_full_backward_hook(end("backward"))
+    register_optimizer_step_pre_hook(begin("optimizer"))
+    register_optimizer_step_post_hook(end("optimizer"))
 
 
 def _write_at_the_end(path: Path, ends: list[int]) -> None:

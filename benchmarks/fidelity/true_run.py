@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ def _leave(group: object = None) -> None:
         os._exit(0)
 
 
-def _be_rank(rank: int, ranks: int, port: int, words: list[str]) -> None:
+def _be_rank(rank: int, ranks: int, port: int, words: Sequence[str], *, is_module: bool) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -49,18 +50,49 @@ def _be_rank(rank: int, ranks: int, port: int, words: list[str]) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    sys.argv = words
-    dist.destroy_process_group = _leave
-    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    sys.argv = list(words)
+    if not is_module:
+        dist.destroy_process_group = _leave
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    run = runpy.run_module if is_module else runpy.run_path
     code = 1
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        run(words[0], run_name="__main__")
         code = 0
     except BaseException:  # noqa: BLE001  told, then this process ends
         traceback.print_exc()
     finally:
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
+
+
+def run_ranks(
+    words: Sequence[str],
+    ranks: int,
+    *,
+    is_module: bool = False,
+    begin: Callable[[int], object] = int,
+) -> int:
+    """Fork the ranks of a job and wait for all; 1 if one failed, which ends the others.
+
+    Ranks that are left long after the others have ended well are ended, too.
+
+    Args:
+        words: the program, with its arguments.
+        ranks: how many.
+        is_module: whether the program is the name of a module.
+        begin: called first in each rank, with its number.
+    """
+    port = _free_port()
+    running = set()
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            begin(rank)
+            _be_rank(rank, ranks, port, words, is_module=is_module)
+        running.add(pid)
+    return _wait(running)
 
 
 def _wait(running: set[int]) -> int:
@@ -97,14 +129,7 @@ def main() -> None:
     """Fork, and wait for all."""
     _, ranks, _, *words = sys.argv[1:]
     torch.set_num_threads(1)
-    port, count = _free_port(), int(ranks)
-    running = set()
-    for rank in range(count):
-        pid = os.fork()
-        if pid == 0:
-            _be_rank(rank, count, port, words)
-        running.add(pid)
-    sys.exit(_wait(running))
+    sys.exit(run_ranks(words, int(ranks)))
 
 
 if __name__ == "__main__":
