@@ -18,6 +18,8 @@ INTEGERS = ["i8", "u8", "i16", "i32", "i64"]
 
 def wanted():
     yield "hold", {}
+    yield "advance", {}
+    yield "pace", {}
     for element in [*FLOATS, "u8", "i32", "i64"]:
         yield "ring", {"ELEMENT": element, "REDUCTION": 0}
     for reduction in (1, 2, 3):

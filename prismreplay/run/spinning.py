@@ -9,10 +9,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from prismreplay.errors import PlanError
-from prismreplay.run.clock import RunClock
 from prismreplay.runtime.program_position import ProgramPosition
 
 __all__ = ["Spin", "Spinner", "read_spin"]
@@ -52,6 +51,13 @@ def _wrong(where: str, why: str) -> PlanError:
     return PlanError(f"--spin {where}: {why}", hint="for example: --spin 'name ~ \"attn\"' 0.8")
 
 
+class Paced(Protocol):
+    """A `RunClock`, or the `DevicePace` of a GPU."""
+
+    def run_at(self, pace: float) -> None:
+        """Go on at another pace."""
+
+
 class Spinner:
     """Sets the pace of a rank's clock while the program is in certain ranges.
 
@@ -59,7 +65,7 @@ class Spinner:
         entered: ranges that fitted.
     """
 
-    def __init__(self, spins: Sequence[Spin], position: ProgramPosition, clock: RunClock) -> None:
+    def __init__(self, spins: Sequence[Spin], position: ProgramPosition, clock: Paced) -> None:
         self.entered = 0
         if not spins:
             return

@@ -19,6 +19,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from prismreplay.runtime.device_clock import DeviceClock, Devices, Mark, StreamKey
+from prismreplay.runtime.paces import Paces
 from prismtrace.recorder import SpanWriter
 from prismtrace.spool import TIMED
 
@@ -90,6 +91,7 @@ class Timeline:
         self._memory_ns = 0
         self._memory_every_ns = 0
         self._peak = -1
+        self._paces = Paces()
         self._broken = False
         self.ends_at_wait = 0
         self.host_times = 0
@@ -122,6 +124,18 @@ class Timeline:
         self._paired_ns = self._seam.host_ns()
         return device
 
+    def ready(self) -> bool:
+        """Whether a device may be asked something: one is in use, and no graph is captured."""
+        return self._seam.ready()
+
+    def here(self) -> StreamKey:
+        """The current stream."""
+        return self._seam.current()
+
+    def run_at(self, pace: float, stream: StreamKey) -> None:
+        """From here on in a stream, time counts so many times as much: to see what would change."""
+        self._paces.add(self.mark(stream), pace)
+
     # Spans ----------------------------------------------------------------------------------
 
     def segment(self, index: int, stream: int, begin: Mark | None, end: Mark) -> None:
@@ -136,10 +150,6 @@ class Timeline:
             self.settle()  # a program without steps
         entry = self._open[index] = _Communication(index, begin)
         self._spans.append(entry)
-
-    def ready(self) -> bool:
-        """Whether a device may be asked something: one is in use, and no graph is captured."""
-        return self._seam.ready()
 
     def follow(self, index: int, work: Any, queue: Hashable, device: int) -> None:
         """Mark the end of a communication on the backend's stream.
@@ -272,6 +282,8 @@ class Timeline:
             for number, device in self._devices.items():
                 alone = len(self._devices) == 1
                 device.resolve(batch.marks if alone else _of_device(batch.marks, number))
+            if self._paces:
+                self._paces.apply(batch.marks)
             self._tell(batch.spans)
 
     def _tell(self, spans: list[Any]) -> None:

@@ -119,6 +119,8 @@ def _needs_nvrtc():
     ("name", "defines"),
     [
         ("hold", {}),
+        ("pace", {}),
+        ("advance", {}),
         ("compensate", {"ELEMENT": "f8_e4m3", "INPUTS": 1, "MODE": 0, "PACKED": 1}),
         ("ring", {"ELEMENT": "bf16", "REDUCTION": 2}),
     ],
