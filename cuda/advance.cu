@@ -56,18 +56,8 @@ DEVICE void nap(u32 ns) { __nanosleep(ns); }
 DEVICE i64 from_lane(i64 value, u32 distance) {
     return __shfl_xor_sync(~0u, value, distance);
 }
-#elif !defined(ON_HOST)
-#define DEVICE static __device__
-#define __grid_constant__
-DEVICE u64 device_time();
-DEVICE u64 load(const u64*);
-DEVICE void store(u64*, u64);
-DEVICE void fence();
-DEVICE void nap(u32);
-DEVICE i64 from_lane(i64, u32);
 #else
 #define DEVICE static
-#define __grid_constant__
 #endif
 
 // What a launch is told beside its code. Words of 8 bytes, as prismreplay/plugin/advancing.py
@@ -313,10 +303,9 @@ DEVICE void stamp_arrival(const Call& call, const i64* words) {
     arrive_at(call, words, now);
 }
 
-#ifndef ON_HOST
 // Codes come with the launch; long ones lie in memory that the device can read.
 extern "C" __global__ void __launch_bounds__(32)
-    advance_64(const __grid_constant__ Call call, const __grid_constant__ Code<64> code) {
+    advance_96(const __grid_constant__ Call call, const __grid_constant__ Code<96> code) {
     perform(call, code.words);
 }
 extern "C" __global__ void __launch_bounds__(32)
@@ -329,8 +318,8 @@ extern "C" __global__ void __launch_bounds__(32)
 }
 
 // When the stream got here, as the arrival of an operation that is launched later.
-extern "C" __global__ void arrive_64(
-    const __grid_constant__ Call call, const __grid_constant__ Code<64> code
+extern "C" __global__ void arrive_96(
+    const __grid_constant__ Call call, const __grid_constant__ Code<96> code
 ) {
     stamp_arrival(call, code.words);
 }
@@ -360,4 +349,3 @@ extern "C" __global__ void answer(u64* box, u64 count, u64 limit_ns) {
         store(box + 2, number);
     }
 }
-#endif

@@ -249,14 +249,15 @@ def lines(rows):
         yield "  ".join(one.rjust(width) for one, width in zip(row, widths, strict=True))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+def run_parts(name, about, parts):
+    """Run measurements, each of which gives rows; goes on after one that fails, and exits."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--full", action="store_true")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     results, text, failed = {"machine": machine()}, [str(machine())], False
-    for part in (measure_holds, measure_host_cost, measure_compensation, measure_rings):
+    for part in parts:
         begun = time.perf_counter()
         try:
             results[part.__name__] = part(arguments.full)
@@ -267,12 +268,16 @@ def main():
             text += ["", f"{part.__name__} FAILED", traceback.format_exc()]
         text.append(f"({time.perf_counter() - begun:.1f} s)")
         print("\n".join(text), flush=True)
-        (arguments.out / "kernels.json").write_text(json.dumps(results, indent=1))
-        with (arguments.out / "kernels.txt").open("a") as file:
+        (arguments.out / f"{name}.json").write_text(json.dumps(results, indent=1))
+        with (arguments.out / f"{name}.txt").open("a") as file:
             file.write("\n".join(text) + "\n")
         text = []
     raise SystemExit(failed)
 
 
 if __name__ == "__main__":
-    main()
+    run_parts(
+        "kernels",
+        __doc__,
+        (measure_holds, measure_host_cost, measure_compensation, measure_rings),
+    )

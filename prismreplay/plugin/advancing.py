@@ -55,7 +55,7 @@ _NOTHING = encode((), ())
 _FIXED = struct.Struct("=16q")
 _PER_CALL = struct.Struct("=4q")
 _CALL_BYTES = _FIXED.size + _PER_CALL.size
-_CODE_WORDS = (64, 448)
+_CODE_WORDS = (96, 448)
 """Codes up to so many words travel with the launch."""
 _SEEN_WORDS = 8
 _LANES = 32

@@ -76,8 +76,9 @@ class _Numbers:
     ) -> None:
         junction = boundary.kind == VertexKind.JUNCTION
         shared = ~junction
-        repeated = shared & (repeat.steps_before == 0) if repeat else np.zeros_like(shared)
+        repeated = shared & (repeat.steps_before <= 0) if repeat else np.zeros_like(shared)
         self.is_junction: list[bool] = junction.tolist()
+        self.repeated: list[bool] = repeated.tolist()
         self.back = 0 if repeat is None else max(0, int(repeat.steps_before.max(initial=0)))
         self._fixed = np.where(junction, np.cumsum(junction), np.cumsum(shared)) - 1
         self._ring = np.where(junction, np.cumsum(junction), np.cumsum(repeated)) - 1
@@ -107,6 +108,11 @@ class _Numbers:
         table = Table.OWN if self.is_junction[vertex] else Table.SHARED
         if round_ == 0:
             return Slot(Kind.FIXED, table, int(self._fixed[vertex]), FIRST_LAP)
+        if table is Table.SHARED and not self.repeated[vertex]:
+            raise PlanError(
+                f"vertex {vertex} of the plan lies before the step that is repeated",
+                hint="operations of earlier steps happen once",
+            )
         return Slot(Kind.RING, table, int(self._ring[vertex]), now - round_)
 
     def arrival(self, place: Place, rank: int, now: int) -> Slot:
@@ -157,6 +163,8 @@ class _Draft:
         self.items: list[Item] = []
         self.number: dict[Place, int] = {}
         self.junctions: list[int] = []
+        self.sure: list[int] = []
+        """Junctions that are computed when the operation has ended."""
         self.wanted: set[Place] = set()
 
 
@@ -183,6 +191,9 @@ class PlaceCodes:
         self._members, self._repeat, self._rank = members, repeat, rank
         self._numbers = _Numbers(boundary, members, repeat, ahead)
         self.layout = self._numbers.layout
+        self._alone = all(rank in ranks for ranks in members.values()) and not any(
+            len(ranks) > 1 for ranks in members.values()
+        )
         self._offsets: list[int] = boundary.edge_offsets.tolist()
         self._sources, self._weights = boundary.edge_source, boundary.edge_weight_ns
         self._queues: dict[Hashable, _Queue] = {}
@@ -205,12 +216,13 @@ class PlaceCodes:
             at.computed = set() if at.step is None else at.step.all_computed()
         draft = _Draft(round_)
         arrivals = self._arrive(draft, known, round_, at.computed, Final.FIRST)
-        code = self._encoded(arrivals, draft)
-        at.computed.update(draft.junctions)
-        if at.step is not None and self._loose:
+        if self._loose:
             at.step = None  # this round goes on without what it could repeat
-        elif at.step is not None:
-            step = _Step(at.step, tuple(draft.junctions))
+            self._settle(draft, at.computed)
+        code = self._encoded(arrivals, draft)
+        at.computed.update(draft.sure)
+        if at.step is not None:
+            step = _Step(at.step, tuple(draft.sure))
             at.step.after[known] = code, step
             at.step = step
         return code
@@ -220,7 +232,9 @@ class PlaceCodes:
     ) -> Code:
         """Of an operation that may also be another: it is ready when either would be.
 
-        If both are, the other one counts. `first_time`: nobody was at `known` before.
+        If both are, the other one counts. `first_time`: nobody was at `known` before. Another
+        sandbox rank that depends on the one that was not the case hears of it with a later
+        operation of this rank.
         """
         slot = self._numbers.loose(self._loose_count)
         self._loose_count += 1
@@ -260,7 +274,7 @@ class PlaceCodes:
             place = vertex, when
             if self._numbers.is_junction[vertex]:
                 continue
-            if when and (self._repeat is None or self._repeat.steps_before[vertex] != 0):
+            if when and not self._numbers.repeated[vertex]:
                 continue
             ranks = self._members.get(vertex, ())
             slots = [self._numbers.slot(place, round_)]
@@ -291,6 +305,9 @@ class PlaceCodes:
         """Items for an operation's vertices; gives the slots that its arrival goes to."""
         arrivals: list[Slot] = []
         vertices = _vertices(known)
+        last = vertices[-1]
+        if len(vertices) > 1 and next(self._sources_of((vertices[0], round_)), None) is not None:
+            vertices.reverse()  # the operation may end before others know its arrival
         for vertex in vertices:
             place = vertex, round_
             if len(self._members.get(vertex, ())) > 1:
@@ -298,9 +315,17 @@ class PlaceCodes:
             self._loose.pop(place, None)
             for source in self._sources_of(place):
                 self._need(draft, source[0], computed)
-            is_final = final if vertex == vertices[-1] else Final.NO
-            self._add(draft, place, own=True, final=is_final)
+            self._add(draft, place, own=True, final=final if vertex == last else Final.NO)
+            if vertex == last:
+                draft.sure = list(draft.junctions)
         return arrivals
+
+    def _settle(self, draft: _Draft, computed: set[int]) -> None:
+        """Items for places of doubt, which other sandbox ranks may wait for; nobody does here."""
+        if self._alone:
+            return
+        for place in self._loose:
+            self._need(draft, place, computed)
 
     def _need(self, draft: _Draft, place: Place, computed: set[int]) -> None:
         """Items for the junctions (and places of doubt) that a place depends on, deepest first."""

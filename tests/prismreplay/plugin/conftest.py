@@ -32,6 +32,11 @@ extern "C" void run(unsigned blocks, Stored* result, const Stored* full, const S
                    head, scale, factor);
     });
 }""",
+    "advance": """
+extern "C" void run(unsigned operations, const Call* calls, const i64** codes) {
+    run_grid(operations, 1, 1, [=] { perform(calls[blockIdx.x], codes[blockIdx.x]); });
+}
+extern "C" void arrive(const Call* call, const i64* code) { stamp_arrival(*call, code); }""",
 }
 
 

@@ -12,6 +12,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __shared__ static thread_local
 #define __syncthreads()
 
@@ -41,6 +42,10 @@ static unsigned long long device_time() {
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * 1000000000ull + now.tv_nsec;
 }
+static unsigned long long load(const unsigned long long* from) { return load_acquire(from); }
+static void store(unsigned long long* to, unsigned long long value) { store_release(to, value); }
+static void nap(unsigned) { sched_yield(); }
+static long long from_lane(long long value, unsigned) { return value; }
 static void fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 static uint4 load_vector(const uint4* from) { return *from; }
 

@@ -15,9 +15,6 @@ from prismcalib import synth
 from prismreplay.boundary import Boundary, Repeat, VertexKind, VirtualWorld
 from prismreplay.errors import PlanError
 from prismreplay.plan import Known, OpKey, compile_plan
-from prismreplay.plugin import advance_code
-from prismreplay.plugin.advance_code import Kind, Slot, Table, pack_time, slot_of_word, unpack_time
-from prismreplay.plugin.advance_code import word_of_slot as word
 from prismreplay.plugin.advance_simulation import Running, Status, new_tables
 from prismreplay.run.device_plan import DevicePlan, PlaceCodes, Program
 
@@ -165,6 +162,7 @@ def perform(job: Job, ranks: int, rng: np.random.Generator, mess: float) -> int:
     running: list[tuple[Op, Running]] = []
     busy: dict[tuple[int, int], int] = {}
     ended = 0
+    in_doubt = any(op.otherwise for op in ops)
 
     def finish() -> None:
         nonlocal ended
@@ -185,7 +183,8 @@ def perform(job: Job, ranks: int, rng: np.random.Generator, mess: float) -> int:
             assert outcome.ready_ns == max(expected(op), kernel._arrival_ns)
             ended += 1
         outcomes.clear()
-        for op, _ in running:
+        # What another rank has left in doubt is known with its next operation.
+        for op, _ in running if ranks == 1 or not in_doubt else ():
             assert expected(op) is None
 
     def expected(op: Op) -> int | None:
@@ -242,7 +241,8 @@ def test_devices_find_the_times_of_the_virtual_world(seed, ranks, size, steps):
     rng = np.random.default_rng(seed)
     job = random_job(rng, ranks, size, steps)
     ended = perform(job, ranks, rng, 0.0)
-    assert ended == len(job.ops)
+    if ranks == 1 or not any(op.otherwise for op in job.ops):
+        assert ended == len(job.ops)
 
 
 @settings(max_examples=40, deadline=None)
@@ -251,3 +251,110 @@ def test_what_waits_on_a_device_waits_in_the_virtual_world(seed, ranks, size, st
     rng = np.random.default_rng(seed)
     job = random_job(rng, ranks, size, steps)
     perform(job, ranks, rng, 0.5)
+
+
+def job(steps, **options):
+    steady = {"jitter": 0.0, "step_jitter": 0.0, "comm_jitter": 0.0, "moe_imbalance": 0.0}
+    spec = synth.JobSpec(
+        **{"pp": 2, "tp": 2, "dp": 2, "microbatches": 4, "layers_per_stage": 2, **options},
+        **steady,
+        end_spread_ns=0,
+        steps=steps,
+    )
+    return prismcalib.merge(synth.generate(spec)).trace
+
+
+def operations(trace, sandbox):
+    """(arrival, key, rank) of the communications of some ranks, in time order."""
+    rows = trace.collect().filter(pl.col("rank").is_in(sandbox) & pl.col("seq").is_not_null())
+    found = []
+    for row in rows.iter_rows(named=True):
+        sender = receiver = -1
+        if row["kind"] in ("send", "recv"):
+            ends = (row["rank"], row["peer"])
+            sender, receiver = ends if row["kind"] == "send" else ends[::-1]
+        key = OpKey(row["group"], row["seq"], sender, receiver)
+        found.append((row["start_ns"], key, row["rank"]))
+    return sorted(found)
+
+
+SHAPES = [
+    {},
+    {"pp": 4, "tp": 1, "dp": 2},
+    {"pp": 2, "schedule": "interleaved", "chunks": 2, "layers_per_stage": 4},
+    {"pp": 1, "tp": 2, "dp": 4, "ep": 2},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("sandbox", [[0], [1, 6]], ids=str)
+def test_jobs_longer_and_slower_than_planned(shape, sandbox):
+    """Every operation of a job of more steps, with arrivals that nobody has foreseen."""
+    short, long = job(2, **shape), job(5, **shape)
+    plan = compile_plan(short, sandbox)
+    world, rng = plan.world(), np.random.default_rng(3)
+    plans = {rank: DevicePlan(plan, rank) for rank in sandbox}
+    layout = plans[sandbox[0]].layout
+    assert {one.layout for one in plans.values()} == {layout}
+    shared = new_tables(layout)[0]
+    tables = {rank: new_tables(layout, shared) for rank in sandbox}
+    running, late, codes, done = [], 0, [], 0
+    for time, key, rank in operations(long, sandbox):
+        if not world.is_boundary(key, rank):
+            assert not plans[rank].is_boundary(key)
+            continue
+        late += int(rng.integers(0, 20_000))
+        arrival = time - plan.boundary.origin_ns + late
+        queue = key.group, key.sender, key.receiver
+        program = plans[rank].program(key, queue=queue)
+        assert program.transfer_ns == world.transfer_ns(key, rank)
+        codes.append((program.round_, program.code))
+        world.arrived(key, rank, arrival)
+        running.append((key, rank, Running(layout, tables[rank], program, arrival)))
+        moved = True
+        while moved:
+            moved = False
+            for one in list(running):
+                outcome = one[2].poll()
+                if outcome is not None:
+                    assert outcome.status is Status.DONE
+                    assert outcome.ready_ns == world.ready_ns(one[0], one[1])
+                    running.remove(one)
+                    done += 1
+                    moved = True
+        for other, its_rank, _ in running:
+            assert world.ready_ns(other, its_rank) is None
+    assert not running
+    assert done == len(codes) > 50
+    # Repeated steps run the same codes: nothing is made anew.
+    per_round = [[code for number, code in codes if number == round_] for round_ in (2, 3)]
+    assert per_round[0]
+    assert all(one is other for one, other in zip(*per_round, strict=True))
+
+
+def test_messages_name_what_is_missing():
+    plan = compile_plan(job(2), [0])
+    mine = DevicePlan(plan, 0)
+    known = [key for _, key, _ in operations(job(2), [0]) if mine.is_boundary(key, 0)]
+    program = mine.program(known[-1], 3, queue=0)
+    target = program.code.items[-1].target
+    assert "rank 0's" in mine.describe(target, 3)
+    assert "repetition 3" in mine.describe(target, 3)
+    assert str(known[-1].seq) in program.label
+    with pytest.raises(PlanError, match="no operation"):
+        mine.program(OpKey(99, 0), 0)
+    with pytest.raises(PlanError, match="before the step that is repeated"):
+        mine.program(known[0], 3)
+
+
+def test_a_vertex_of_no_step_happened_once():
+    repeat = Repeat(
+        steps_before=np.array([-1, 1, 0, -1, 2]),
+        successor=np.array([-1, 2, -1, -1, -1]),
+        period_ns=5,
+    )
+    assert repeat.source(1, 0) == (1, 0)
+    assert repeat.source(1, 4) == (2, 3)
+    assert repeat.source(2, 4) == (2, 4)
+    assert repeat.source(3, 4) == (3, 0)
+    assert repeat.source(4, 4) is None
