@@ -15,6 +15,7 @@ from typing import IO
 
 import polars as pl
 
+from prismtrace.answer_names import name_columns
 from prismtrace.errors import QueryError
 from prismtrace.output import atomic_output, refuse_inputs
 from prismtrace.ranks import format_ranks
@@ -41,7 +42,8 @@ class AnswerFormat(StrEnum):
 def query(trace: Trace, sql: str) -> pl.LazyFrame:
     """The answer to a SELECT over the tables nodes, groups and header, not yet computed.
 
-    ``group`` is a word of SQL: the column is written ``"group"`` or ``nodes.group``.
+    ``group`` is a word of SQL: the column is written ``"group"`` or ``nodes.group``. A column
+    without a name is called as it is written: ``COUNT(*)``.
 
     Raises:
         QueryError: not valid SQL, or it names what is not there.
@@ -60,7 +62,7 @@ def query(trace: Trace, sql: str) -> pl.LazyFrame:
             raise QueryError(
                 "the SQL does not ask for anything", hint="write SELECT ... FROM nodes"
             )
-    return answer
+        return name_columns(answer, sql)
 
 
 def _as_text(schema: pl.Schema) -> list[pl.Expr]:

@@ -41,6 +41,34 @@ def test_enums_are_text(job: Trace) -> None:
 
 
 @pytest.mark.parametrize(
+    ("sql", "names"),
+    [
+        ("SELECT COUNT(*) FROM nodes", ["COUNT(*)"]),
+        ("select distinct kind, Sum( dur_ns ),max(dur_ns) FROM nodes GROUP BY kind;",
+         ["kind", "Sum( dur_ns )", "max(dur_ns)"]),
+        ('SELECT rank AS r, n.kind, n."group", n.rank "a b", CAST(rank AS INT) c FROM nodes n',
+         ["r", "kind", "group", "a b", "c"]),
+        ("WITH t AS (SELECT SUM(dur_ns) AS s FROM nodes) SELECT MAX(s) FROM t", ["MAX(s)"]),
+        ("SELECT 'it''s, from', rank  +\n 1 /* , x */, rank IS NULL -- , y\n FROM nodes",
+         ["'it''s, from'", "rank + 1", "rank IS NULL"]),
+        ("SELECT SUM(rank) OVER (PARTITION BY kind) FROM nodes",
+         ["SUM(rank) OVER (PARTITION BY kind)"]),
+        ('SELECT CASE WHEN rank > 0 THEN 1 ELSE 0 END, rank AS "^.*$" FROM nodes',
+         ["CASE WHEN rank > 0 THEN 1 ELSE 0 END", "^.*$"]),
+        # Of these Polars tells the names.
+        ("SELECT COALESCE(name, 'a text that is too long to be the name of a column') FROM nodes",
+         ["name"]),
+        ("SELECT *, size + 1 AS more FROM groups", ["id", "name", "desc", "size", "ranks", "more"]),
+        ("SELECT COUNT(*) FROM nodes UNION ALL SELECT COUNT(*) FROM groups", ["COUNT(*)"]),
+        ("(SELECT COUNT(*) FROM nodes)", ["len"]),
+        ("SHOW TABLES", ["name"]),
+    ],
+)  # fmt: skip
+def test_columns_are_called_as_they_are_written(job: Trace, sql: str, names: list[str]) -> None:
+    assert pt.query(job, sql).collect().columns == names
+
+
+@pytest.mark.parametrize(
     ("sql", "message", "hint"),
     [
         ("", "no statement, or several", "one SELECT"),
