@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["compare", "health"]
 
-# Operations per step and rank; less is a rare one, or rounding.
-_FEWEST_ADDED = 0.01
-
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -90,14 +87,8 @@ def _print_comparison(comparison: Comparison, by: list[str], names: RankNames, l
     _print_classes(
         "classes of operations, largest effect first", comparison.classes, by, names, before, limit
     )
-    per = "step of all ranks" if "rank" in by else "step and rank"
-    for run, fewer, more in (("A", "count_b", "count_a"), ("B", "count_a", "count_b")):
-        added = float((comparison.classes[more] - comparison.classes[fewer]).clip(0).sum())
-        if added >= _FEWEST_ADDED:
-            print(
-                f"{added:.4g} operations per {per} exist only in {run}: effects are those "
-                "of longer or shorter operations, not of more or fewer"
-            )
+    for note in comparison.notes:
+        print(note)
     if comparison.ranks is not None and by != ["rank"]:
         print()
         title = "ranks, largest effect first (averages hide a single slow rank)"

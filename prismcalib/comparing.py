@@ -33,6 +33,8 @@ Source = Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 # Differences of means that random variation between steps does not make.
 _CLEAR = 3.0
+# Operations per step and rank; less is a rare one, or rounding.
+_FEWEST_ADDED = 0.01
 # Durations of one propagated batch.
 _MOST_CELLS = 2**26
 # Rows times effects that take minutes; of large runs fewer effects are computed.
@@ -74,6 +76,30 @@ class Comparison:
         """Step time of the second run minus that of the first."""
         return self.step_b_ns - self.step_a_ns
 
+    @property
+    def only_in_a(self) -> float:
+        """Operations per step and rank that the first run has more of, over all classes.
+
+        Per step where ranks make classes.
+        """
+        return float((self.classes["count_a"] - self.classes["count_b"]).clip(0).sum())
+
+    @property
+    def only_in_b(self) -> float:
+        """The same of the second run."""
+        return float((self.classes["count_b"] - self.classes["count_a"]).clip(0).sum())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know before one trusts the effects."""
+        per = "step of all ranks" if "rank" in self.classes.columns else "step and rank"
+        return tuple(
+            f"{added:.4g} operations per {per} exist only in {run}: effects are those "
+            "of longer or shorter operations, not of more or fewer"
+            for run, added in (("A", self.only_in_a), ("B", self.only_in_b))
+            if added >= _FEWEST_ADDED
+        )
+
     def as_dict(self, limit: int | None = None) -> dict[str, Any]:
         """The comparison as JSON values, with the first `limit` classes."""
         shown = self.classes if limit is None else self.classes.head(limit)
@@ -83,6 +109,9 @@ class Comparison:
             "change_ns": self.change_ns,
             "own_effect_ns": self.own_effect_ns,
             "gap_effect_ns": self.gap_effect_ns,
+            "only_in_a": self.only_in_a,
+            "only_in_b": self.only_in_b,
+            "notes": list(self.notes),
             "classes": shown.to_dicts(),
             "ranks": None if self.ranks is None else self.ranks.head(limit or 10**9).to_dicts(),
         }

@@ -106,3 +106,17 @@ def test_operations_and_families(make_run):
     assert table["place"].max() + 1 == table.filter(rank=0, step_number=0).height
     recorded = operations(make_run().trace)
     assert recorded.filter(~pl.col("local"))["own_ns"].null_count() == (~table["local"]).sum()
+
+
+def test_operations_of_one_run_only_are_noted():
+    few, many = run(), run(layers_per_stage=2)
+    found = compare(few, many)
+    assert found.only_in_a == 0
+    assert found.only_in_b > 1
+    (note,) = found.notes
+    assert note.startswith(f"{found.only_in_b:.4g} operations per step and rank exist only in B")
+    assert found.as_dict()["notes"] == [note]
+    assert compare(few, few).notes == ()
+    by_rank = compare(few, many, by=["rank"])
+    assert by_rank.only_in_b == pytest.approx(4 * found.only_in_b)
+    assert "per step of all ranks" in by_rank.notes[0]
