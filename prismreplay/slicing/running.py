@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -46,10 +46,7 @@ def perform(task: SliceTask) -> SliceOutcome:
     """
     from prismreplay.run.running import RunOptions, run_sandbox
 
-    if task.cores:
-        # Ranks inherit it. A core that is gone meanwhile is no reason to fail.
-        with suppress(OSError):
-            os.sched_setaffinity(0, task.cores)
+    _stay_on(task.cores)  # and so will the ranks
     execution = task.execution
     graph = open_trace(list(task.graph) if task.arrivals is None else task.arrivals)
     # No temporary folder that Python removes: forked ranks would do so at their end.
@@ -87,9 +84,22 @@ def perform(task: SliceTask) -> SliceOutcome:
 def _timing(task: SliceTask, graph: Trace) -> Callable[[], Timing]:
     from prismreplay.run.running import Timing
 
-    if task.arrivals is None:
-        return Timing
-    return lambda: Timing(plan=compile_plan(graph, task.execution.ranks))
+    def timing() -> Timing:
+        if task.timing_true:
+            # The ranks are there, and may use all cores; the emulator keeps out of their way.
+            _stay_on(task.cores[-1:])
+        if task.arrivals is None:
+            return Timing()
+        return Timing(plan=compile_plan(graph, task.execution.ranks))
+
+    return timing
+
+
+def _stay_on(cores: Sequence[int]) -> None:
+    """Run on these cores; empty: wherever. A core that is gone meanwhile is no reason to fail."""
+    if cores:
+        with suppress(OSError):
+            os.sched_setaffinity(0, cores)
 
 
 def _finished(task: SliceTask, graph: Trace, raw: Trace, ran: RunOutcome) -> SliceOutcome:
