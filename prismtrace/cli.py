@@ -213,7 +213,7 @@ def convert(
     _check_options(comm_kernel or [], step_from, keep_arg or [], grain)
     size = sum(file.stat().st_size for file in files)
     with (
-        _telling_what_is_kept(output, len(files), keep=resume or dask is not None),
+        _telling_what_is_kept(output, files, keep=resume or dask is not None),
         console.progress("converting", total=size, unit="bytes") as bar,
     ):
         report = convert_files(
@@ -244,20 +244,30 @@ def convert(
 
 
 @contextmanager
-def _telling_what_is_kept(output: Path, files: int, *, keep: bool) -> Iterator[None]:
-    """When the block fails, say what the next attempt need not read again."""
+def _telling_what_is_kept(output: Path, files: list[Path], *, keep: bool) -> Iterator[None]:
+    """When the block fails, say what the next attempt need not read again.
+
+    Whoever stops the command hears it, too, when nothing is kept.
+    """
     from prismtrace.converters.kept import count_kept
+    from prismtrace.converters.sniff import is_operation_level
 
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         kept = count_kept(output) if keep else 0
+        told = ""
         if kept:
-            print(
-                f"{kept:,} of {console.counted(files, 'file')} are read and kept: the same command "
-                "with --resume goes on from there",
-                file=sys.stderr,
+            told = (
+                f"{kept:,} of {console.counted(len(files), 'file')} are read and kept: the same "
+                "command with --resume goes on from there"
             )
+        elif isinstance(error, KeyboardInterrupt):
+            told = "stopped: nothing is written, and nothing is kept of what was read"
+            if not keep and len(files) > 1 and not is_operation_level(files[0]):
+                told += "; with --resume it is, and the same command goes on from there"
+        if told:
+            print(told, file=sys.stderr)
         raise
 
 

@@ -16,7 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from prismtrace import __version__, cli
-from prismtrace.converters import convert, kept
+from prismtrace.converters import convert, first_pass, kept
+from prismtrace.converters.files import convert_file
 from prismtrace.converters.kept import count_kept, load_part, make_part, part_key
 from prismtrace.converters.rank_trace import RankOptions
 from prismtrace.errors import InputFileError, OutputError, RankError, SourceFormatError
@@ -146,6 +147,30 @@ def test_the_command_says_what_is_kept(files: list[Path], out: Path) -> None:
     assert "3 of 4 files are read and kept: the same command with --resume" in done.stderr
     files[3].write_text(whole)
     assert CliRunner().invoke(cli.app, words).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing is kept of what was read; with --resume it is"),
+        (["--resume"], "2 of 4 files are read and kept: the same command with --resume"),
+    ],
+    ids=["without", "with"],
+)
+def test_who_stops_the_command_hears_what_is_kept(
+    files: list[Path], out: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    def stopped(path: Path, *more: Any) -> Any:
+        if path == files[2]:
+            raise KeyboardInterrupt
+        return convert_file(path, *more)
+
+    for module in (first_pass, kept):
+        monkeypatch.setattr(module, "convert_file", stopped)
+    done = CliRunner().invoke(cli.app, ["convert", *map(str, files), "-o", str(out), *words])
+    assert done.exit_code == 130
+    assert message in done.stderr
+    assert not out.exists()
 
 
 # --- what may lie in the folder -----------------------------------------------------------------
