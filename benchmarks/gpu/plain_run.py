@@ -66,6 +66,7 @@ def plain_run(
     results: bool = True,
     limit_s: int = 150,
     memory_cap_gib: float | None = None,
+    mock_router: Path | None = None,
     environment: dict[str, str] | None = None,
 ) -> PlainRun:
     """Run a script to its end.
@@ -78,6 +79,7 @@ def plain_run(
             the hash of its parameters are read.
         limit_s: a rank that lives longer is killed.
         memory_cap_gib: what torch may allocate in each rank; more is out of memory.
+        mock_router: shares of tokens that experts get, as for `prismreplay collect`.
         environment: in place of this process's.
 
     A run that fails is no exception: see `PlainRun.failed`, and `PlainRank.failed`.
@@ -93,6 +95,8 @@ def plain_run(
     mine = ["--as-rank", "--folder", str(folder), "--limit", str(limit_s)]
     if memory_cap_gib is not None:
         mine += ["--memory-cap", str(memory_cap_gib)]
+    if mock_router is not None:
+        mine += ["--mock-router", str(mock_router)]
     script = [*words, *(["--results", str(folder / _RESULTS)] if results else [])]
     variables = {"OMP_NUM_THREADS": "1", **(os.environ if environment is None else environment)}
     logs = RankLogs(folder, ranks, ())
@@ -149,21 +153,25 @@ def _all_gpus() -> list[str]:
     return [] if nvml is None else [str(number) for number in range(nvml.count())]
 
 
-def run_as_rank(words: Sequence[str], folder: Path, limit_s: int, cap_gib: float | None) -> None:
+def run_as_rank(options: argparse.Namespace) -> None:
     """Run the script in this process, and leave the GPU's numbers."""
     from prismreplay.collect.programs import program_of
 
-    rank = int(os.environ["RANK"])
-    signal.alarm(limit_s)
+    rank, cap_gib = int(os.environ["RANK"]), options.memory_cap
+    signal.alarm(options.limit)
     alone_on_its_host(rank)
     import torch
 
     if cap_gib is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / total))
+    if options.mock_router is not None:
+        from prismreplay import mock_router
+
+        mock_router.install(mock_router.read_routing(options.mock_router))
     failed: str | None = "ended early"
     try:
-        program_of(words).run()
+        program_of(options.words).run()
         failed = None
     except SystemExit as end:
         failed = None if not end.code else f"exit code {end.code}"
@@ -173,7 +181,7 @@ def run_as_rank(words: Sequence[str], folder: Path, limit_s: int, cap_gib: float
         raise
     finally:
         numbers = {"failed": failed, **_numbers(torch)}
-        (folder / _NUMBERS.format(rank)).write_text(json.dumps(numbers))
+        (options.folder / _NUMBERS.format(rank)).write_text(json.dumps(numbers))
 
 
 def _numbers(torch) -> dict[str, int]:
@@ -193,6 +201,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--limit", type=int, default=150, help="seconds that a rank may live")
     parser.add_argument("--memory-cap", type=float, help="GiB that torch may allocate in a rank")
+    parser.add_argument("--mock-router", type=Path, help="shares of tokens that experts get")
     parser.add_argument("--no-results", action="store_true", help="the script has no --results")
     parser.add_argument("--out", type=Path, help="JSON of what ranks had")
     parser.add_argument("--folder", type=Path, help="keep logs here")
@@ -200,7 +209,7 @@ def main() -> None:
     parser.add_argument("words", nargs="+", help="after --: the script and its arguments")
     options = parser.parse_args()
     if options.as_rank:
-        run_as_rank(options.words, options.folder, options.limit, options.memory_cap)
+        run_as_rank(options)
         return
     with tempfile.TemporaryDirectory() as name:
         run = plain_run(
@@ -210,6 +219,7 @@ def main() -> None:
             results=not options.no_results,
             limit_s=options.limit,
             memory_cap_gib=options.memory_cap,
+            mock_router=options.mock_router,
         )
     print("| rank | peak bytes | reserved bytes | allocations | losses |\n" + "|---" * 5 + "|")
     for one in run.ranks:
