@@ -15,7 +15,7 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from prismtrace.converters.content import read_blocks
@@ -111,6 +111,9 @@ def _unpack(path: Path, folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
                     shutil.copyfileobj(source, file)
             except OSError as error:
                 raise _no_space(target, error) from error
+            # With it a conversion that goes on knows the file again. Any number may stand there.
+            with suppress(OSError, OverflowError, ValueError):
+                os.utime(target, (member.mtime, member.mtime))
             found.append(target)
     return found
 

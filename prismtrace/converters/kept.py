@@ -21,6 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 from prismtrace import __version__
+from prismtrace.converters.archives import name_of
 from prismtrace.converters.files import convert_file
 from prismtrace.converters.parts import disk_errors
 from prismtrace.converters.rank_trace import RankOptions, RankTrace
@@ -85,7 +86,10 @@ def count_kept(target: Path) -> int:
 def part_key(path: Path, options: RankOptions, given_rank: int | None) -> str:
     """A name for what a file becomes: changes with the file, the options and this package."""
     found = path.stat()
-    file = (os.fsencode(path.resolve()), found.st_size, found.st_mtime_ns)
+    # Members of archives are unpacked elsewhere each time.
+    name = name_of(path)
+    place = os.fsencode(path.resolve() if name == str(path) else name)
+    file = (place, found.st_size, found.st_mtime_ns)
     made_from = repr((file, options, given_rank, __version__))
     return blake2b(made_from.encode(), digest_size=16).hexdigest()
 

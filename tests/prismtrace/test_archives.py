@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from prismtrace.converters import convert
 from prismtrace.converters.inputs import expand_inputs
+from prismtrace.converters.kept import count_kept
 from prismtrace.errors import InputFileError, RankError
 from tests.prismtrace.chakra_traces import COLL, framed, node
 from tests.prismtrace.kineto_events import run
@@ -37,6 +39,15 @@ def test_members_are_converted(tmp_path, name, mode):
     assert [member.name for member in found] == ["run.0.et", "run.1.et"]
     _, report = run(tmp_path, path)
     assert (report.ranks, report.matched) == ((0, 1), {"by-order": 1})
+
+
+def test_members_are_known_again(tmp_path):
+    path = archive(tmp_path / "job.tgz", {"run.0.et": TRACE, "run.1.et": TRACE[:-2]})
+    out = tmp_path / "out.parquet"
+    for _ in range(2):
+        with pytest.raises(InputFileError, match="damaged"):
+            convert(path, out, resume=True)
+        assert count_kept(out) == 1
 
 
 def test_nothing_is_unpacked_outside(tmp_path):
