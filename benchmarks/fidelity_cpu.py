@@ -28,6 +28,7 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import statistics
 import sys
 import time
@@ -103,13 +104,13 @@ class Bench:
     """Measures shapes, one after another, until `deadline` (of `time.monotonic`)."""
 
     def __init__(
-        self, output: Path, cores: Sequence[int], settings: Settings, deadline: float
+        self, output: Path, work: Path, cores: Sequence[int], settings: Settings, deadline: float
     ) -> None:
         self.output = output
         self.cores = list(cores)
         self.settings = settings
         self.deadline = deadline
-        self.work = output / "work"
+        self.work = work
         self.work.mkdir(parents=True, exist_ok=True)
         self.beside: tuple[str, ...] = ()
 
@@ -332,6 +333,7 @@ class Bench:
             found["wall_s"] = found.get("wall_s", 0.0) + time.monotonic() - begun
             part.write_text(json.dumps(found))
         part.unlink()
+        shutil.rmtree(self.work / name)
         return found
 
     def pieces(
@@ -562,6 +564,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, default=Path("fidelity-results"))
+    parser.add_argument("--work", type=Path, help="recordings and logs; default: in the former")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--transport", default="auto", help="of `prismreplay run`")
     parser.add_argument("--assistants", type=int, default=0, help="of slices and runs")
@@ -608,7 +611,8 @@ def main() -> None:
 
         warm.prepare()
         print(f"imported everything: {time.monotonic() - begun:.1f} s", flush=True)
-    bench = Bench(options.output, cores, settings, begun + options.budget)
+    work = options.work or options.output / "work"
+    bench = Bench(options.output, work, cores, settings, begun + options.budget)
     for name in missing:
         print(f"{name}:", flush=True)
         try:
