@@ -78,6 +78,14 @@ def collect(
         str,
         typer.Option(help="Record the inputs of communications: none, sandbox-facing or all."),
     ] = "none",
+    record_below: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="BYTES",
+            help="With --record-tensors: leave out communications of more than so many bytes.",
+        ),
+    ] = None,
     sandbox: Annotated[
         str, typer.Option(metavar="RANKS", help="Ranks that sandbox-facing means, as in 0-3.")
     ] = "",
@@ -110,6 +118,7 @@ def collect(
         sandbox,
         tensors=tensors or (),
         record=record_tensors,
+        record_most_bytes=record_below,
         mock_router=mock_router,
         fold=fold,
         check_replicas=check_replicas,

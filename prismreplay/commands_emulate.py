@@ -33,6 +33,10 @@ _WHAT = {
 }
 
 _MOST_LOSSES = 6
+_RECORD_BELOW = 65536
+"""On GPUs: sizes, flags and objects, which programs depend on. All of a job's tensors may be more
+than a disk holds.
+"""
 
 
 def emulate(
@@ -43,7 +47,7 @@ def emulate(
         typer.Option(
             min=1,
             help="Devices that ranks compute on; on CPUs the emulator takes one core more, if "
-            "there is one. Default: the CPU cores.",
+            "there is one. Default: the GPUs, else the CPU cores.",
         ),
     ] = None,
     sandbox: Annotated[
@@ -68,11 +72,21 @@ def emulate(
         ),
     ] = None,
     mock_router: MockRouter = None,
+    record_below: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="BYTES",
+            help="Record what communications of at most so many bytes carry; of larger ones, virtual "
+            "ranks give what the sandbox ranks do, and losses are not the job's. Default: all on "
+            "CPUs, 65536 on GPUs.",
+        ),
+    ] = None,
     comm_table: Annotated[
         Path | None,
         typer.Option(
             help="Measured times of communications, for groups that no slice has as a whole. "
-            "Default: measure them here, with as many ranks as there are cores."
+            "Default: on CPUs, measure them here, with as many ranks as there are cores."
         ),
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Executions of every slice.")] = 1,
@@ -109,14 +123,16 @@ def emulate(
         raise typer.BadParameter(
             f"--local-world-size is more than the {world_size} ranks there are"
         )
+    from prismreplay.collect.gpus import Nvml, find_gpus
     from prismreplay.emulation.emulating import EmulateOptions
     from prismreplay.emulation.emulating import emulate as run_chain
     from prismreplay.emulation.stages import StageError
 
+    gpus = len(find_gpus(Nvml.load()))
     cores = len(os.sched_getaffinity(0))
     options = EmulateOptions(
         world_size=world_size,
-        devices=min(world_size, devices or cores),
+        devices=min(world_size, devices or gpus or cores),
         sandbox=chosen,
         sandbox_size=sandbox_size,
         local_world_size=local_world_size,
@@ -130,6 +146,8 @@ def emulate(
         inject=tuple(inject or ()),
         compare=compare,
         cores=max(2, cores),
+        on_gpus=gpus > 0,
+        record_below=_RECORD_BELOW if record_below is None and gpus else record_below,
     )
     told = _Told(sys.stderr if json else sys.stdout)
     try:

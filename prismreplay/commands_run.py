@@ -264,9 +264,8 @@ def _print(report: RunReport, *, spun: bool) -> None:
         )
     if report.timed:
         rows.append(("interference", f"{report.interference:.1%} of a step at most"))
-    peak = max((one.peak_resident_bytes for one in report.ranks), default=0)
     rows += [
-        ("memory", f"{peak / 1e6:,.0f} MB resident at most on a rank"),
+        ("memory", _memory(report)),
         (
             "read ahead",
             f"{report.prefetched.hits:,} contributions in time, {report.prefetched.misses:,} not",
@@ -282,9 +281,26 @@ def _print(report: RunReport, *, spun: bool) -> None:
     console.announce_output(report.output)
 
 
+def _memory(report: RunReport) -> str:
+    if any(one.device for one in report.ranks):
+        peak = max(one.peak_allocated_bytes for one in report.ranks)
+        reserved = max(one.peak_resident_bytes for one in report.ranks)
+        return (
+            f"{peak:,} bytes allocated at most on a rank's GPU, {reserved / 1e6:,.0f} MB reserved"
+        )
+    peak = max((one.peak_resident_bytes for one in report.ranks), default=0)
+    return f"{peak / 1e6:,.0f} MB resident at most on a rank"
+
+
 _REPEATED = (
     "operations of steps beyond the graph: their tensors are those of its last step, which do "
     "not fit the training"
+)
+
+
+_MIRRORED = (
+    "operations were given what the rank itself gave, as nothing says what virtual ranks send: "
+    "losses are not the job's"
 )
 
 
@@ -296,6 +312,9 @@ def _warnings(report: RunReport, *, spun: bool) -> list[tuple[str, object]]:
         )
     if report.repeated_operations:
         found.append(("warning", f"{report.repeated_operations:,} {_REPEATED}"))
+    mirrored = sum(one.device["mirrored"] for one in report.ranks if one.device)
+    if mirrored:
+        found.append(("warning", f"{mirrored:,} {_MIRRORED}"))
     if report.missing_operations:
         found.append(("note", f"{report.missing_operations:,} operations of the graph not made"))
     if spun and not any(one.spun for one in report.ranks):
@@ -390,8 +409,40 @@ def _print_tables(report: RunReport) -> None:
         ],
     )
     print()
+    if any(one.device for one in report.ranks):
+        _print_devices(report)
     if report.comparison is not None:
         _print_comparison(report.comparison)
+
+
+def _print_devices(report: RunReport) -> None:
+    from prismcalib.durations import format_ns as ns
+
+    devices = [one.device for one in report.ranks if one.device]
+    console.table(
+        "On GPUs: the host's part of an operation, by how much ends were missed, and memory",
+        [
+            *("rank", "operations", "host", "asked for", "holds", "median", "99 %", "worst"),
+            *("too late", "peak allocated", "emulator's"),
+        ],
+        [
+            [
+                one["rank"],
+                one["operations"],
+                ns(round(one["issuing_ns"] / max(1, one["operations"]))),
+                f"{one['fetched']:,}, {ns(one['fetching_ns'])}",
+                one["holds"],
+                ns(one["hold_median_ns"]),
+                ns(one["hold_p99_ns"]),
+                ns(one["hold_worst_ns"]),
+                f"{one['late']:,}, {ns(one['late_ns'])}",
+                f"{one['peak_allocated_bytes']:,}",
+                f"{one['outside_bytes'] / 1e6:,.1f} MB",
+            ]
+            for one in devices
+        ],
+    )
+    print()
 
 
 def _print_comparison(found: Comparison) -> None:

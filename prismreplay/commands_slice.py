@@ -41,8 +41,9 @@ def slice_(
         int | None,
         typer.Option(
             min=1,
-            help="Devices to use; a slice takes one for each of its ranks and assistants and one for "
-            "the emulator, and several run at once where there is room. Default: the CPU cores.",
+            help="Devices to use: GPUs, of which a slice takes one for each of its ranks; else CPU "
+            "cores, one for each rank and assistant and one for the emulator. Several slices run at "
+            "once where there is room. Default: all.",
         ),
     ] = None,
     tensors: VirtualTensors = None,
@@ -240,7 +241,7 @@ def _warn(report: SlicingReport) -> None:
         )
     if not report.timing_true:
         print(
-            "warning: fewer cores than ranks and emulator need: they share them, and durations are "
+            "warning: fewer devices than ranks and emulator need: they share them, and durations are "
             "longer than on the real machine",
             file=sys.stderr,
         )

@@ -42,6 +42,9 @@ class EmulateOptions:
         inject: changes of virtual ranks, as `run` takes them.
         compare: a true run's trace.
         cores: ranks that can communicate at a time here, to measure what that takes.
+        on_gpus: ranks compute on GPUs. What communication takes cannot be measured on few of them.
+        record_below: payload in bytes of the largest communications whose contents are recorded;
+            of larger ones, virtual ranks give what the sandbox ranks do. None: of any size.
     """
 
     world_size: int
@@ -59,6 +62,8 @@ class EmulateOptions:
     inject: tuple[str, ...] = ()
     compare: Path | None = None
     cores: int = 2
+    on_gpus: bool = False
+    record_below: int | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,7 @@ class _Chain:
 
     @property
     def makers(self) -> tuple[Callable[[Notes], Stage | None], ...]:
-        if self.options.comm_table is not None:
+        if self.options.comm_table is not None or self.options.on_gpus:
             return self._collect, self._slice, self._merge, self._run
         return self._collect, self._bench, self._slice, self._merge, self._run
 
@@ -185,6 +190,8 @@ class _Chain:
             words += ["--record-tensors", "sandbox-facing", "--sandbox", self._sandbox]
         else:
             words += ["--record-tensors", "all"]
+        if options.record_below is not None:
+            words += ["--record-below", options.record_below]
         made = ("bare.parquet", "bare.tensors/manifest.json")
         words += ["--show-rank", "none", "-o", self.folder / "bare.parquet"]
         return self._stage("collect", words, made, self.job)
@@ -208,7 +215,7 @@ class _Chain:
             *("prismreplay", "slice", self.folder / "bare.parquet"),
             *("--sandbox-size", options.sandbox_size or options.devices),
             # The emulator has a core of its own, if there is one.
-            *("--devices", options.devices + 1),
+            *("--devices", options.devices + (0 if options.on_gpus else 1)),
             *self._tensors(),
             *self._job(),
             *(("--repeat", options.repeats) if options.repeats > 1 else ()),

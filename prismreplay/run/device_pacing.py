@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -121,7 +122,7 @@ class PlanPacer:
             stream: the driver's handle of it.
             computes: something is put into the stream before `hold`.
         """
-        pacing = self._pacing or self._begin()
+        pacing = self.pacing
         pacing.check()
         programs = self._programs(works, stream)
         if not programs:
@@ -134,7 +135,7 @@ class PlanPacer:
 
     def hold(self, held: Held) -> None:
         """Hold the stream until all of them end."""
-        pacing = self._pacing or self._begin()
+        pacing = self.pacing
         launched = tuple(
             pacing.launch(program, held.stream, ticket=ticket, owes=held.owes)
             for program, ticket in zip(held.programs, held.tickets, strict=True)
@@ -172,14 +173,22 @@ class PlanPacer:
             late_ns=sum(late),
         )
 
+    @property
+    def pacing(self) -> Pacing:
+        """What launches; made at the first operation, or by asking for it."""
+        return self._pacing or self._begin()
+
     def release(self) -> None:
         """Somebody has failed: no stream is held any more."""
         if self._pacing is not None:
             self._pacing.release()
 
     def _begin(self) -> Pacing:
-        self._pacing = made = self.make(self.planned)
-        made.begin(self.origin_ns)
+        begun = time.monotonic_ns()
+        made = self.make(self.planned)
+        # Compiling and loading kernels has no counterpart on the cluster.
+        made.begin(self.origin_ns + time.monotonic_ns() - begun)
+        self._pacing = made
         return made
 
     def _programs(self, works: Sequence[DeviceWork], stream: int) -> list[Program]:

@@ -21,10 +21,12 @@ from prismreplay.run.clock import RunClock
 from prismreplay.run.device_pacing import Pacing, PlannedRank, PlanPacer
 from prismreplay.run.device_role import DeviceRole
 from prismreplay.run.device_sources import DeviceSources
+from prismreplay.run.device_spinning import DevicePace, PaceKernels
 from prismreplay.run.device_streams import CudaStreams, Streams
 from prismreplay.run.following import GraphFollower
 from prismreplay.run.holding import Holder
 from prismreplay.run.ledger import Ledger
+from prismreplay.run.spinning import Spinner
 from prismreplay.runtime.annotations import make_recorder
 from prismreplay.runtime.cuda_streams import CudaDevices
 from prismreplay.runtime.device_time import Timeline
@@ -112,6 +114,13 @@ def make_pacing(planned: PlannedRank) -> Pacing:
     return Advancer(planned.plan.layout, describe=planned.describe)
 
 
+def make_stretching() -> Any:
+    """What keeps streams busy behind pieces that shall be slower."""
+    from prismreplay.plugin.pacing import Stretcher
+
+    return Stretcher()
+
+
 def observe_device_rank(
     folder: Path,
     options: RunOptions,
@@ -136,7 +145,7 @@ def observe_device_rank(
     orders: Orders = pickle.loads(_path(folder, rank).read_bytes())  # noqa: S301  our own
     clock = DeviceClock(ledger.machine)
     devices, streams = make_devices()
-    devices.host_ns = clock.now  # type: ignore[method-assign]
+    devices.host_ns = clock.now
     Holder(clock.machine).hold_until(ledger.origin_ns)
     writer = SpanWriter(folder / f"rank{rank}.spool", rank=rank, world_size=world_size)
     timeline = Timeline(devices, writer)
@@ -145,6 +154,13 @@ def observe_device_rank(
     pacer = None
     if orders.planned is not None:
         pacer = PlanPacer(orders.planned, ledger.origin_ns, make_pacing)
+    pace = None
+    if options.spins:
+        kernels = PaceKernels(
+            streams.handle, make_stretching, lambda: None if pacer is None else pacer.pacing
+        )
+        pace = DevicePace(timeline, kernels)
+    spinner = Spinner(options.spins, recorder.position, pace or clock)
 
     def make_role(connection: Any, place: Place) -> DeviceRole:
         role = DeviceRole(
@@ -162,6 +178,7 @@ def observe_device_rank(
             sources=DeviceSources(options.tensors.sources, lambda: recorder.position.step),
             pacer=pacer,
             shares=orders.shares,
+            pace=pace,
             is_on_device=is_on_device,
         )
         roles.append(role)
@@ -170,7 +187,7 @@ def observe_device_rank(
 
     def finish() -> None:
         recorder.finish()
-        roles[0].tell_summary()
+        roles[0].tell_summary(spinner.entered)
 
     return Observed(
         recorder,

@@ -24,6 +24,7 @@ from prismreplay.errors import PlanError, UnsupportedOperationError
 from prismreplay.run.device_numerics import alone, combine, mirror
 from prismreplay.run.device_shares import pieces_of
 from prismreplay.run.device_sources import DeviceSources, Way, follow_rule
+from prismreplay.run.device_spinning import DevicePace
 from prismreplay.run.device_streams import Streams
 from prismreplay.run.device_work import DeviceWork, Launcher, is_asynchronous
 from prismreplay.run.following import Followed, GraphFollower, Placed
@@ -68,6 +69,7 @@ class DeviceRole(SandboxRole):
         sources: say what virtual members give.
         pacer: holds streams; None: virtual members are always there, and transfers take no time.
         shares: another sandbox rank computes on the same GPU.
+        pace: of named pieces of the program; None: all run at their own.
         is_on_device: whether an operation's tensors, which it is given, are on the GPU.
     """
 
@@ -80,6 +82,7 @@ class DeviceRole(SandboxRole):
         sources: DeviceSources,
         pacer: Pacer | None = None,
         shares: bool = False,
+        pace: DevicePace | None = None,
         is_on_device: Callable[[Op, Sequence[Tensor]], bool],
         **named: Any,
     ) -> None:
@@ -90,7 +93,7 @@ class DeviceRole(SandboxRole):
         self._pacer = pacer
         self._shares = shares
         self._is_on_device = is_on_device
-        self._launcher = Launcher(streams, timeline, self._perform)
+        self._launcher = Launcher(streams, timeline, self._perform, pace)
         self._recording = RecordRole(self.recorder, timeline)
         self._buffers = BufferPool(streams.buffers, streams.done)
         self._batches: dict[int, list[DeviceWork]] = {}

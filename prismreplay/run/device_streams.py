@@ -111,7 +111,9 @@ class CudaStreams:
     def using(self, stream: StreamKey | None) -> Iterator[None]:
         """See `Streams`."""
         cuda = torch._C  # noqa: SLF001
-        before = None if stream is None else cuda._cuda_getCurrentStream(stream[1])  # noqa: SLF001
+        before: Any = None
+        if stream is not None:
+            before = cuda._cuda_getCurrentStream(stream[1])  # noqa: SLF001
         with cuda.DisableTorchFunction(), cuda._DisableTorchDispatch(), torch.no_grad():  # noqa: SLF001
             if stream is None or before == stream:
                 yield

@@ -8,9 +8,11 @@ stream that is current then wait for its end. All others run on the program's cu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
+from prismreplay.run.device_spinning import DevicePace
 from prismreplay.run.device_streams import Streams
 from prismreplay.run.following import Placed
 from prismreplay.runtime.device_clock import StreamKey
@@ -20,6 +22,8 @@ from prismreplay.runtime.shelves import Kept, Shelf
 __all__ = ["DeviceWork", "Launcher", "is_asynchronous"]
 
 Tensor = Any
+
+_NOTHING = nullcontext()
 
 
 def is_asynchronous(op: Op, call: Callable[[], Any]) -> bool:
@@ -99,6 +103,7 @@ class Launcher:
         streams: of the rank's device.
         timeline: is told where operations end that have a stream of their own.
         perform: puts the kernels of operations into the current stream, which is the given one.
+        pace: of the program; communication takes the time that it takes. None: there is but one.
     """
 
     def __init__(
@@ -106,8 +111,10 @@ class Launcher:
         streams: Streams,
         timeline: _Timeline,
         perform: Callable[[Sequence[DeviceWork], StreamKey], None],
+        pace: DevicePace | None = None,
     ) -> None:
         self.streams = streams
+        self._pace = pace
         self._timeline = timeline
         self._perform = perform
         self._queues: dict[Any, StreamKey] = {}
@@ -119,7 +126,7 @@ class Launcher:
         streams = self.streams
         current = streams.current()
         if not any(work.asynchronous for work in works):
-            with streams.using(None):
+            with self._at_its_own_pace(), streams.using(None):
                 self._perform(works, current)
             for work in works:
                 # It runs before whatever uses this memory next, as that does so in this stream.
@@ -146,9 +153,13 @@ class Launcher:
         """Have the current stream wait for an operation; of a barrier, the host."""
         current = self.streams.current()
         if work.end is not None and work.stream != current:
-            self.streams.wait(current, work.end)
+            with self._at_its_own_pace():
+                self.streams.wait(current, work.end)
         if work.op.call is Call.BARRIER:
             self.streams.synchronize(current)
+
+    def _at_its_own_pace(self) -> AbstractContextManager[None]:
+        return _NOTHING if self._pace is None else self._pace.at_its_own_pace()
 
     def _stream_of(self, op: Op) -> StreamKey:
         """One a group; of messages outside of batches, one a pair of ranks in it."""

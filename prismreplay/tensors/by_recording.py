@@ -11,9 +11,9 @@ from prismreplay.collect.handover import Parcel, ParcelWriter, Place, torch_dtyp
 from prismreplay.collect.matching import Instance, Request
 from prismreplay.errors import TensorRecordingError
 from prismreplay.runtime.operations import Call, Op, TensorSpec
-from prismreplay.tensors.choices import RecordTensors
 from prismreplay.tensors.prefetching import Contribution, Prefetcher, Wanted
 from prismreplay.tensors.recorded import RecordedTensor, RecordedTensors
+from prismreplay.tensors.scope import RecordingScope
 from prismtrace.schema import DType
 
 __all__ = ["RecordingSupplier"]
@@ -38,7 +38,7 @@ class RecordingSupplier:
         """Reads ahead, if somebody has it do so."""
         self._place = place or Place()
         self._executor = Executor(self._place)
-        self._all = recorded.manifest.get("choice") == RecordTensors.ALL
+        self._scope = RecordingScope.of(recorded.manifest)
 
     def supply(self, rank: int, op: Op, inputs: Sequence[Tensor]) -> Sequence[Tensor] | None:
         """See `prismreplay.collect.supplying.Supplier.supply`."""
@@ -63,12 +63,7 @@ class RecordingSupplier:
 
     def covers(self, op: Op) -> bool:
         """True when the recording should hold this operation."""
-        if self._all:
-            return True
-        if op.call in (Call.SEND, Call.RECV):
-            ends = {op.peer, op.group.global_rank}
-            return not self.recorded.sandbox.isdisjoint(ends)
-        return not self.recorded.sandbox.isdisjoint(op.group.ranks)
+        return self._scope.covers(op)
 
     def _request(self, member: int, rank: int, op: Op, inputs: Sequence[Tensor]) -> Request:
         """What a member of the operation contributes, as the executor wants it."""

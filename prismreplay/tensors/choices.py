@@ -40,6 +40,8 @@ class TensorChoices:
     sources: tuple[RuleSet | Path, ...] = ()
     """Rules, and folders of recordings; the first that answers counts."""
     record: RecordTensors | None = None
+    record_most_bytes: int | None = None
+    """Payload of the largest operations that are recorded; None: of any size."""
     sandbox: tuple[int, ...] = ()
     routing: Routing | None = None
     fold: str | None = None
@@ -114,6 +116,7 @@ class TensorChoices:
             TensorRecorder(
                 output.with_suffix(".tensors"),
                 choice=self.record,
+                most_bytes=self.record_most_bytes,
                 world_size=world_size,
                 sandbox=self.sandbox,
                 job=about,
@@ -195,6 +198,7 @@ def read_choices(
     *,
     tensors: Sequence[str] = (),
     record: str = "none",
+    record_most_bytes: int | None = None,
     sandbox: Sequence[int] = (),
     mock_router: Path | None = None,
     fold: str | None = None,
@@ -205,6 +209,7 @@ def read_choices(
     Args:
         tensors: rules files, ``builtin:NAME``, and folders of recordings.
         record: ``none``, ``all``, or ``sandbox-facing``: what concerns ranks of `sandbox`.
+        record_most_bytes: of the payload of operations that are recorded; None: of any size.
         sandbox: global ranks.
         mock_router: a file, see `prismreplay.mock_router.Routing`.
         fold: axis whose replicas stand for each other.
@@ -220,7 +225,10 @@ def read_choices(
     chosen = RecordTensors(record)
     if (chosen is RecordTensors.SANDBOX_FACING) != bool(sandbox):
         raise ValueError("--record-tensors sandbox-facing needs --sandbox, and only that needs it")
+    if record_most_bytes is not None and chosen is RecordTensors.NONE:
+        raise ValueError("--record-below goes with --record-tensors")
     return TensorChoices(
+        record_most_bytes=record_most_bytes,
         sources=tuple(Path(name) if Path(name).is_dir() else read_rules(name) for name in tensors),
         record=None if chosen is RecordTensors.NONE else chosen,
         sandbox=tuple(sandbox),

@@ -105,6 +105,7 @@ class TensorRecorder:
         world_size: int,
         sandbox: Sequence[int] = (),
         job: Mapping[str, Any] | None = None,
+        most_bytes: int | None = None,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         """Begin a recording that takes the place of `folder` when it is finished.
@@ -115,6 +116,7 @@ class TensorRecorder:
             world_size: ranks of the job.
             sandbox: global ranks.
             job: what else the manifest says of the job.
+            most_bytes: payload of the largest operations that are recorded; None: of any size.
             shard_bytes: size from which a shard is closed.
 
         Raises:
@@ -129,6 +131,7 @@ class TensorRecorder:
         except OSError as error:
             raise output_error(folder, error.errno or 0) from error
         self._sandbox = None if choice is RecordTensors.ALL else frozenset(sandbox)
+        self._most_bytes = most_bytes
         self._shard_bytes = shard_bytes
         self._shard: ShardWriter | None = None
         self._parts = 0
@@ -142,6 +145,7 @@ class TensorRecorder:
             "choice": choice.value,
             "world_size": world_size,
             "sandbox": format_ranks(tuple(sandbox)),
+            **({} if most_bytes is None else {"most_bytes": most_bytes}),
             **(job or {}),
         }
         self._write_manifest(complete=False)
@@ -149,6 +153,8 @@ class TensorRecorder:
     def wants(self, rank: int, op: Op) -> bool:
         """True when the inputs of this operation are to be recorded."""
         if not op.inputs or op.seq is None:
+            return False
+        if self._most_bytes is not None and op.payload_bytes > self._most_bytes:
             return False
         if self._sandbox is None:
             return True

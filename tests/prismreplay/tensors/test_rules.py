@@ -239,6 +239,7 @@ def test_rule_sets_of_the_package():
     assert builtin_names() == [
         "data-status",
         "independent",
+        "mirror",
         "moe-splits",
         "moe-splits-zero",
         "tokens",
