@@ -276,8 +276,9 @@ def main() -> None:
             rows.append(every_rank(size) if how == "nccl" else only_one(how, size))
         except Exception:  # noqa: BLE001  the rest goes on
             rows.append({"how": how, "ranks": size, "failed": traceback.format_exc()})
-            print(rows[-1]["failed"], flush=True)
-        print(json.dumps(rows[-1]), flush=True)
+            print(f"{how}, {size} ranks: {rows[-1]['failed']}", flush=True)
+        else:
+            print(json.dumps(rows[-1]), flush=True)
         (options.out / "vanilla.json").write_text(json.dumps(rows, indent=1))
     print("\n".join(table(rows)))
     sys.exit(any("failed" in row for row in rows))
