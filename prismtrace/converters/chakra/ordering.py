@@ -35,8 +35,8 @@ class Edges:
         both = np.sort(node * count + dep, kind="stable")
         if len(both):
             both = both[np.concatenate([[True], both[1:] != both[:-1]])]
-        node, dep = np.divmod(both, max(count, 1))
-        return cls(node, dep)
+        node = both // max(count, 1)
+        return cls(node, both - node * count)
 
     def offsets(self, count: int) -> Ints:
         """Where the edges of each node begin; one entry more than nodes."""
@@ -238,7 +238,7 @@ def add_stream_order(edges: Edges, stream: Ints, chained: Bools, count: int) -> 
         node = np.concatenate([edges.node[inside], follows])
         dep = np.concatenate([edges.dep[inside], before[follows]])
         on_stream = (node - first) * streams + stream[dep]
-        order = np.argsort(on_stream * count + dep)
+        order = np.argsort(on_stream * count + dep, kind="stable")  # much is in order
         # Of what a node waits for on one stream the last ends last.
         kept = order[np.diff(on_stream[order], append=-1) != 0]
         part = Edges.of(node[kept], dep[kept], count)
