@@ -45,7 +45,11 @@ class Copies(Protocol):
 
 
 class CudaCopies:
-    """On the current stream of whichever thread asks."""
+    """On the current stream of whichever thread asks.
+
+    Events go past the hooks that a recorder puts into torch's classes
+    (`prismreplay.runtime.cuda_streams`): what is done here is not the program's doing.
+    """
 
     def pinned(self, nbytes: int) -> Tensor:
         """See `Copies`."""
@@ -61,11 +65,13 @@ class CudaCopies:
 
     def mark(self, device: Any) -> Any:
         """See `Copies`."""
-        return torch.cuda.current_stream(device).record_event()
+        event = torch.cuda.Event()
+        torch._C._CudaEventBase.record(event, torch.cuda.current_stream(device))  # noqa: SLF001
+        return event
 
     def follow(self, mark: Any) -> None:
         """See `Copies`."""
-        torch.cuda.current_stream().wait_event(mark)
+        torch._C._CudaEventBase.wait(mark, torch.cuda.current_stream())  # noqa: SLF001
 
 
 class Staging:
