@@ -27,11 +27,18 @@ _MOST_CONNECTIONS = 32
 _DEPENDENCIES = "_prismreplay_after"
 
 
+# Found once: every mark asks. Builds for CPUs have none of them.
+_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # noqa: SLF001
+_stream_of: Any = getattr(torch._C, "_cuda_getCurrentStream", None)  # noqa: SLF001
+_set_stream: Any = getattr(torch._C, "_cuda_setStream", None)  # noqa: SLF001
+_captures: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)  # noqa: SLF001
+
+
 def current_stream() -> StreamKey | None:
     """This thread's current stream; None while the program uses no device."""
     if not torch.cuda.is_initialized():
         return None
-    return torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())  # type: ignore[no-any-return]  # noqa: SLF001
+    return _stream_of(_device())  # type: ignore[no-any-return]
 
 
 def _key(stream: Any) -> StreamKey:
@@ -51,13 +58,11 @@ class CudaDevices:
 
     def ready(self) -> bool:
         """A device is in use, and the current stream is not being captured into a graph."""
-        return bool(
-            torch.cuda.is_initialized() and not torch._C._cuda_isCurrentStreamCapturing()  # noqa: SLF001
-        )
+        return bool(torch.cuda.is_initialized() and not _captures())
 
     def current(self) -> StreamKey:
         """The current stream of this thread."""
-        return torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())  # type: ignore[no-any-return]  # noqa: SLF001
+        return _stream_of(_device())  # type: ignore[no-any-return]
 
     def new_event(self) -> Any:
         """A CUDA event with timing."""
@@ -109,16 +114,15 @@ class CudaDevices:
 
     def after(self, work: Any, stream: StreamKey) -> None:
         """Have a stream wait for a communication."""
-        cuda = torch._C  # noqa: SLF001  past the hooks
-        device = cuda._cuda_getDevice()  # noqa: SLF001
-        before = cuda._cuda_getCurrentStream(stream[1])  # noqa: SLF001
-        _switch(stream)
+        device = _device()
+        before = _stream_of(stream[1])
+        _switch(stream)  # past the hooks
         try:
             work.wait()
         finally:
             _switch(before)
             if device != stream[1]:
-                cuda._cuda_setDevice(device)  # noqa: SLF001
+                torch._C._cuda_setDevice(device)  # noqa: SLF001
 
     def memory(self, device: int) -> tuple[int, int]:
         """What the caching allocator has given out, and the most it had."""
@@ -127,9 +131,7 @@ class CudaDevices:
 
 
 def _switch(stream: StreamKey) -> None:
-    torch._C._cuda_setStream(  # noqa: SLF001
-        stream_id=stream[0], device_index=stream[1], device_type=stream[2]
-    )
+    _set_stream(stream_id=stream[0], device_index=stream[1], device_type=stream[2])
 
 
 _YES = ("1", "y", "yes", "t", "true")
