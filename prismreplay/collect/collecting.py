@@ -21,7 +21,7 @@ from prismreplay.collect import stale
 from prismreplay.collect.coordinator import Coordinator, Counts
 from prismreplay.collect.executor import Executor
 from prismreplay.collect.gloo_order import FOLD_ORDER
-from prismreplay.collect.gpu_room import Room, find_room, visible_gpus
+from prismreplay.collect.gpu_room import DEVICES, Room, find_room, visible_gpus
 from prismreplay.collect.gpu_turns import GpuReport, GpuTurns
 from prismreplay.collect.gpus import Nvml, require_cuda_asleep
 from prismreplay.collect.handover import Place
@@ -411,6 +411,9 @@ class _Run:
                 ProcessGroup(id=number, name=group.name, desc=group.desc, ranks=group.ranks)
                 for number, group in enumerate(folding.groups)
             )
+        if self.gpus is not None:
+            used = self.gpus.report.rank_bytes > 0
+            folded["extra"] = {DEVICES: "gpus" if used else "cpus"}
         return TraceHeader(
             **folded,
             kind=TraceKind.BARE,

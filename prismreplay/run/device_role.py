@@ -127,6 +127,8 @@ class DeviceRole(SandboxRole):
         placed = self._follower.place(op)
         if not self._is_on_device(op, inputs or outputs):
             self._connection.tell(("placed", placed))
+            if self._pacer is not None:
+                self._pass(op, placed)
             return super().submit(op, inputs, outputs, call)
         self._note_use(op, placed)
         if op.group.key in self._real:
@@ -179,6 +181,18 @@ class DeviceRole(SandboxRole):
         followed = Followed(follower.repeated, follower.missing, follower.resized)
         uses = [(key, *use.fields()) for key, use in self._uses.items()]
         self._connection.tell(("device", tuple(summary), tuple(followed), uses))
+
+    def _pass(self, op: Op, placed: Placed) -> None:
+        """An operation of the host goes through the hub; the device has to know when it was.
+
+        What the program puts into its current stream next comes after the operation's end.
+        """
+        work = DeviceWork(self._launcher, op, -1, placed, ((), ()), asynchronous=False)
+        current = self._streams.current()
+        if self._pacer is not None:
+            held = self._pacer.arrive([work], self._streams.handle(current), computes=False)
+            if held is not None:
+                self._pacer.hold(held)
 
     # --- one launch ------------------------------------------------------------------------
 

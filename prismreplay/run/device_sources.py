@@ -101,7 +101,7 @@ class DeviceSources:
                     where=f"{source.source}, {described(rank, op)}",
                     hint='use produce, constant, uniform or a recording; or produce = "mirror"',
                 )
-            return Way("rule", rule, source)
+            return MIRROR if rule.produce is Produce.MIRROR else Way("rule", rule, source)
         return MIRROR
 
 
@@ -114,9 +114,9 @@ class _Filling(Protocol):
 def follow_rule(way: Way, op: Op, inputs: Tensors, outputs: Tensors, filling: _Filling) -> None:
     """Make outputs as a rule says, on the GPU."""
     rule = way.rule
-    if rule is None or rule.produce is Produce.MIRROR:
-        mirror(op, inputs, outputs, filling.noise)
-    elif rule.produce is Produce.OWN:
+    if rule is None:
+        return
+    if rule.produce is Produce.OWN:
         mirror(op, inputs, outputs, torch.Tensor.zero_, multiply=False)
     elif rule.produce is Produce.ZEROS:
         make_up(op, inputs, outputs, torch.Tensor.zero_)

@@ -15,7 +15,7 @@ from typing import Any
 from prismreplay.collect import stale
 from prismreplay.collect.collecting import limit_of_open_files, run_folder, uninterrupted
 from prismreplay.collect.executor import Executor
-from prismreplay.collect.gpu_room import visible_gpus
+from prismreplay.collect.gpu_room import DEVICES, ran_on_cpus, visible_gpus
 from prismreplay.collect.gpus import require_cuda_asleep
 from prismreplay.collect.handover import Files, Parcel, Place
 from prismreplay.collect.logs import RankLogs
@@ -179,7 +179,7 @@ def run_sandbox(
         remote = dict(elsewhere or {})
         here = tuple(rank for rank in options.sandbox if rank not in remote)
         ledger = Ledger([*here, *map(participant, range(options.assistants))])
-        gpus = _gpus(options, here)
+        gpus = () if ran_on_cpus(graph.header) else _gpus(options, here)
         if gpus and remote:
             raise PlanError("sandbox ranks of several hosts run on CPUs, and this host has GPUs")
         job = Job(
@@ -332,7 +332,9 @@ class _Run:
                 members = self._members()
                 followers = followers_of(self._graph, self._options.sandbox)
                 members.read_ahead(self._graph, self._options.sandbox, self._options.prefetch_bytes)
-                planned = None if said.plan is None else PlannedWorld(said.plan)
+                # Ranks on GPUs keep the time themselves; who goes through the hub waits for nobody.
+                plan = None if self._job.gpus else said.plan
+                planned = None if plan is None else PlannedWorld(plan)
                 store_log = self._store_log(members)
                 self.hub.costs = self._costs()
                 self.proxies.await_ready(WAIT_SECONDS)
@@ -447,6 +449,7 @@ class _Run:
             axes=known.axes,
             groups=known.groups,
             slice=info,
+            extra={key: known.extra[key] for key in (DEVICES,) if key in known.extra},
             fold_order=known.fold_order,
             created_by=f"prismreplay {'run' if info is None else 'slice'} {__version__}",
             sources=(self._job.program.path,),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prismreplay.collect import stale
+from prismreplay.collect.gpu_room import ran_on_cpus
 from prismreplay.collect.gpus import Nvml, find_gpus
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.errors import SliceError
@@ -189,7 +190,7 @@ class _Campaign:
 
     def _find_places(self) -> Places:
         gpus = [gpu.token for gpu in find_gpus(Nvml.load())]
-        if gpus:
+        if gpus and not ran_on_cpus(self._bare.header):
             return gpu_places(self._options.devices, self._rotation, gpus)
         return places_of(self._options.devices, self._rotation, assistants=self._options.assistants)
 

@@ -246,12 +246,14 @@ TIMED = """
     rank = int(os.environ["RANK"])
     dist.init_process_group("nccl")
     x, y = torch.ones(4), torch.empty(4)
+    host = dist.new_group(backend="gloo")
     for step in range(4):
         with torch.profiler.record_function(f"step {step}"):
             time.sleep(0.01 * (rank + 1))
             work = dist.all_reduce(x, async_op=True)
             work.wait()
             time.sleep(0.005)
+            dist.all_reduce(torch.ones(1), group=host)
             there, back = dist.P2POp(dist.isend, x, 1 - rank % 2 + rank // 2 * 2), None
             back = dist.P2POp(dist.irecv, y, 1 - rank % 2 + rank // 2 * 2)
             for work in dist.batch_isend_irecv([there, back]):
@@ -266,8 +268,16 @@ def timed_job(tmp_path):
     program = tmp_path / "timed.py"
     program.write_text(dedent(TIMED))
     call = ProgramCall(str(program), ())
-    collect(call, tmp_path / "bare.parquet", CollectOptions(RANKS, 2, shown=()))
+    options = CollectOptions(RANKS, 2, shown=(), tensors=read_choices(record="all"))
+    collect(call, tmp_path / "bare.parquet", options)
     return tmp_path, call, None
+
+
+def _tensors(folder):
+    """GPU ranks mirror; what the host's group carries comes from the recording."""
+    rules = folder / "mirror.toml"
+    rules.write_text('[[rule]]\ngroup = "0"\nproduce = "mirror"\n')
+    return [str(rules), str(folder / "bare.tensors")]
 
 
 def _sliced(job, local):
@@ -284,7 +294,7 @@ def _sliced(job, local):
             log_dir=folder / f"logs{number}",
             world_size=RANKS,
             local_world_size=RANKS,
-            tensors=read_choices(),
+            tensors=read_choices(tensors=_tensors(folder)),
             fingerprint={},
             gpus=("GPU-0",),
         )
@@ -303,7 +313,8 @@ def _local(path):
 
 def test_steps_take_what_the_slowest_virtual_rank_takes(timed_job, tmp_path):
     calibrated = _sliced(timed_job, 4)
-    options = RunOptions(sandbox=(0,), shown=())
+    tensors = read_choices(tensors=_tensors(timed_job[0]))
+    options = RunOptions(sandbox=(0,), shown=(), tensors=tensors)
     outcome = run_sandbox(
         timed_job[1],
         calibrated,
@@ -313,7 +324,7 @@ def test_steps_take_what_the_slowest_virtual_rank_takes(timed_job, tmp_path):
     )
     report = report_of(outcome, calibrated, timed=True)
     told = report.ranks[0].device
-    assert told["holds"] == 8
+    assert told["holds"] == 12, "those of the host's group, too"
     assert told["mirrored"] == 8
     # Rank 3 computes for 45 ms; all others wait for it.
     assert report.predicted_step_ns > 40e6
