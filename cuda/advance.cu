@@ -297,10 +297,20 @@ DEVICE void perform(const Call& call, const i64* words) {
     if (status == LATE_SLOT || status == OVERWRITTEN) store(call.alarm, (u64)call.ticket + 1);
 }
 
+// The arrival of an operation whose `perform` comes later. What follows from it at once is known to
+// all from here on; nothing is waited for.
 DEVICE void stamp_arrival(const Call& call, const i64* words) {
-    i64 now = (i64)device_time() - call.origin_ns - (i64)load(call.debt);
-    store(call.stamps + (call.ticket & (call.kept - 1)), (u64)now);
-    arrive_at(call, words, now);
+    __shared__ Shared shared;
+    if (threadIdx.x == 0) {
+        shared.arrival = (i64)device_time() - call.origin_ns - (i64)load(call.debt);
+        store(call.stamps + (call.ticket & (call.kept - 1)), (u64)shared.arrival);
+        arrive_at(call, words, shared.arrival);
+    }
+    __syncthreads();
+    Found found = {UNKNOWN, UNKNOWN, 0, NEVER, 0, 0};
+    const i64* at = words + 1 + (u32)words[0];
+    u32 chunks = (u32)(words[0] >> 32);
+    for (u32 chunk = 0; chunk < chunks; ++chunk) at = pass_chunk(call, at, shared, found);
 }
 
 // Codes come with the launch; long ones lie in memory that the device can read.
@@ -318,17 +328,16 @@ extern "C" __global__ void __launch_bounds__(32)
 }
 
 // When the stream got here, as the arrival of an operation that is launched later.
-extern "C" __global__ void arrive_96(
-    const __grid_constant__ Call call, const __grid_constant__ Code<96> code
-) {
+extern "C" __global__ void __launch_bounds__(32)
+    arrive_96(const __grid_constant__ Call call, const __grid_constant__ Code<96> code) {
     stamp_arrival(call, code.words);
 }
-extern "C" __global__ void arrive_448(
-    const __grid_constant__ Call call, const __grid_constant__ Code<448> code
-) {
+extern "C" __global__ void __launch_bounds__(32)
+    arrive_448(const __grid_constant__ Call call, const __grid_constant__ Code<448> code) {
     stamp_arrival(call, code.words);
 }
-extern "C" __global__ void arrive_far(const __grid_constant__ Call call, const i64* code) {
+extern "C" __global__ void __launch_bounds__(32)
+    arrive_far(const __grid_constant__ Call call, const i64* code) {
     stamp_arrival(call, code);
 }
 

@@ -236,7 +236,10 @@ class Advancer:
         return self._start(program, stream, transfer_ns or 0, ticket, flags, arrives=False)
 
     def arrive(self, program: Planned | None, stream: Stream = None) -> int:
-        """Note that a stream gets to an operation; `launch` it on the same stream later."""
+        """Note that a stream gets to an operation; `launch` it on the same stream later.
+
+        What follows from the arrival at once is known to other streams from then on.
+        """
         return self._start(program, stream, 0, None, 0, arrives=True)
 
     def owe(self, begin: int, end: int, share: float, stream: Stream = None) -> None:
@@ -368,7 +371,7 @@ class Advancer:
             _PER_CALL.pack_into(self._call, _FIXED.size, ticket, round_, transfer_ns, flags)
             status = self._driver_launch(
                 prepared.arrive if arrives else prepared.advance,
-                1, 1, 1, 1 if arrives else _LANES, 1, 1, 0, handle, prepared.arguments, None,
+                1, 1, 1, _LANES, 1, 1, 0, handle, prepared.arguments, None,
             )  # fmt: skip
             if not arrives:
                 self._open.append(ticket)
@@ -419,9 +422,9 @@ class Advancer:
         for size in (1, *_CODE_WORDS, _CODE_WORDS[-1] + 1):
             code = Code(np.resize(_NOTHING.words, size), (), ())
             prepared = self._prepare(code)
-            for entry, lanes in ((prepared.arrive, 1), (prepared.advance, _LANES)):
+            for entry in (prepared.arrive, prepared.advance):
                 self._driver_launch(
-                    entry, 1, 1, 1, lanes, 1, 1, 0, self.memory.stream, prepared.arguments, None
+                    entry, 1, 1, 1, _LANES, 1, 1, 0, self.memory.stream, prepared.arguments, None
                 )  # fmt: skip
             del self._prepared[code]
         self.memory.synchronize(self.memory.stream)

@@ -1,50 +1,27 @@
-"""The plan of a run as a program for a device. No torch, no CUDA, no input or output in here.
+"""The plan of a run as programs for a device. No torch, no CUDA, no input or output in here.
 
 `VirtualWorld` says when virtual members arrive while the host watches; here the device finds out
 by itself. Each operation becomes a `Program`: a few sums and maxima over slots in which earlier
-operations have left when they were ready (`prismreplay.plugin.advance_code`).
+operations have left when they were ready (`prismreplay.run.device_codes`).
 
     plan = DevicePlan(compiled_plan, rank=0)
     program = plan.program(key, round_, queue=stream_id)       # in the order of launches
     advancer.launch(program, stream)                           # prismreplay.plugin.advancing
 
 Every sandbox rank has a plan of its own and asks nobody: what lies where follows from the compiled
-plan alone. Ranks tell each other only when their own operations arrive and are ready, in the
-SHARED table; junctions are computed by whoever needs them, in its OWN table. An operation carries
-all junctions that no earlier one of its queue has: another queue may be held up by something that
-waits for this very operation.
+plan alone. Ranks tell each other only when their own operations arrive and are ready.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-import polars as pl
+from prismreplay.plan import OpKey, Plan, PlannedWorld
+from prismreplay.plugin.advance_code import Code, Slot
+from prismreplay.run.device_codes import AHEAD, PlaceCodes
 
-from prismreplay.boundary import ORIGIN, Boundary, Place, Repeat, VertexKind
-from prismreplay.errors import PlanError
-from prismreplay.plan import Known, OpKey, Plan, PlannedWorld
-from prismreplay.plugin.advance_code import (
-    FIRST_LAP,
-    LAPS,
-    Code,
-    Final,
-    Item,
-    Kind,
-    Layout,
-    Slot,
-    Table,
-    encode,
-)
-
-__all__ = ["DevicePlan", "PlaceCodes", "Program"]
-
-AHEAD = 4
-"""Rounds that operations of one queue may be ahead of those of another."""
-_LOOSE = 1024
-"""Arrivals kept for operations that may not be the ones that they seem to be."""
+__all__ = ["DevicePlan", "Program"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,343 +41,9 @@ class Program:
     label: str = ""
 
 
-class _Numbers:
-    """Where places lie in the tables."""
-
-    def __init__(
-        self,
-        boundary: Boundary,
-        members: Mapping[int, Sequence[int]],
-        repeat: Repeat | None,
-        ahead: int,
-    ) -> None:
-        junction = boundary.kind == VertexKind.JUNCTION
-        shared = ~junction
-        repeated = shared & (repeat.steps_before <= 0) if repeat else np.zeros_like(shared)
-        self.is_junction: list[bool] = junction.tolist()
-        self.repeated: list[bool] = repeated.tolist()
-        self.back = 0 if repeat is None else max(0, int(repeat.steps_before.max(initial=0)))
-        self._fixed = np.where(junction, np.cumsum(junction), np.cumsum(shared)) - 1
-        self._ring = np.where(junction, np.cumsum(junction), np.cumsum(repeated)) - 1
-        fixed, ring = int(shared.sum()), int(repeated.sum())
-        self._fixed_of: dict[tuple[int, int], int] = {}
-        self._ring_of: dict[tuple[int, int], int] = {}
-        for vertex, ranks in members.items():
-            if len(ranks) > 1:
-                for rank in ranks:
-                    self._fixed_of[vertex, rank] = fixed
-                    fixed += 1
-                    if repeated[vertex]:
-                        self._ring_of[vertex, rank] = ring
-                        ring += 1
-        junctions = int(junction.sum())
-        self._loose_at = junctions
-        self.layout = Layout(
-            rounds=self.back + ahead,
-            fixed=(fixed, junctions + _LOOSE),
-            ring=(ring, junctions) if repeat else (0, 0),
-            period_ns=repeat.period_ns if repeat else 0,
-        )
-
-    def slot(self, place: Place, now: int) -> Slot:
-        """Of a vertex, for a code that runs in round `now`."""
-        vertex, round_ = place
-        table = Table.OWN if self.is_junction[vertex] else Table.SHARED
-        if round_ == 0:
-            return Slot(Kind.FIXED, table, int(self._fixed[vertex]), FIRST_LAP)
-        if table is Table.SHARED and not self.repeated[vertex]:
-            raise PlanError(
-                f"vertex {vertex} of the plan lies before the step that is repeated",
-                hint="operations of earlier steps happen once",
-            )
-        return Slot(Kind.RING, table, int(self._ring[vertex]), now - round_)
-
-    def arrival(self, place: Place, rank: int, now: int) -> Slot:
-        """Of a member's arrival at a vertex that several sandbox ranks meet at."""
-        vertex, round_ = place
-        if round_ == 0:
-            return Slot(Kind.FIXED, Table.SHARED, self._fixed_of[vertex, rank], FIRST_LAP)
-        return Slot(Kind.RING, Table.SHARED, self._ring_of[vertex, rank], now - round_)
-
-    def loose(self, number: int) -> Slot:
-        """Of an arrival that no place has for sure."""
-        lap, at = divmod(number, _LOOSE)
-        return Slot(Kind.FIXED, Table.OWN, self._loose_at + at, FIRST_LAP + lap % LAPS)
-
-
-@dataclass
-class _Step:
-    """A point in a queue's course through a repeated step: what was computed up to here."""
-
-    before: _Step | None = None
-    computed: tuple[int, ...] = ()
-    """Junctions, by the operation that led here."""
-    after: dict[Known, tuple[Code, _Step]] = field(default_factory=dict)
-
-    def all_computed(self) -> set[int]:
-        found: set[int] = set()
-        step: _Step | None = self
-        while step is not None:
-            found.update(step.computed)
-            step = step.before
-        return found
-
-
-@dataclass
-class _Queue:
-    """Where a queue is. `computed` is filled in while codes are new, `step` while they repeat."""
-
-    round_: int
-    step: _Step | None
-    computed: set[int] | None
-
-
-class _Draft:
-    """Items of a code that runs in round `now`."""
-
-    def __init__(self, now: int) -> None:
-        self.now = now
-        self.items: list[Item] = []
-        self.number: dict[Place, int] = {}
-        self.junctions: list[int] = []
-        self.sure: list[int] = []
-        """Junctions that are computed when the operation has ended."""
-        self.wanted: set[Place] = set()
-
-
-class PlaceCodes:
-    """Codes for places of the boundary, as one sandbox rank runs them.
-
-    Args:
-        boundary: of the plan.
-        members: sandbox ranks of each vertex.
-        repeat: how the last step is repeated.
-        rank: whose codes.
-        ahead: rounds that one queue may be ahead of another.
-    """
-
-    def __init__(
-        self,
-        boundary: Boundary,
-        members: Mapping[int, Sequence[int]],
-        repeat: Repeat | None,
-        rank: int,
-        *,
-        ahead: int = AHEAD,
-    ) -> None:
-        self._members, self._repeat, self._rank = members, repeat, rank
-        self._numbers = _Numbers(boundary, members, repeat, ahead)
-        self.layout = self._numbers.layout
-        self._alone = all(rank in ranks for ranks in members.values()) and not any(
-            len(ranks) > 1 for ranks in members.values()
-        )
-        self._offsets: list[int] = boundary.edge_offsets.tolist()
-        self._sources, self._weights = boundary.edge_source, boundary.edge_weight_ns
-        self._queues: dict[Hashable, _Queue] = {}
-        self._first = _Step()
-        """Of all rounds in which codes are the same."""
-        self._loose: dict[Place, Slot] = {}
-        self._loose_count = 0
-
-    def code(self, known: Known, round_: int, queue: Hashable) -> Code:
-        """Of an operation that arrives at some vertices; operations of a queue in their order."""
-        repeats = round_ > self._numbers.back
-        at = self._queue(queue, round_, repeats)
-        if at.step is not None and not self._loose:
-            found = at.step.after.get(known)
-            if found is not None:
-                code, at.step = found
-                at.computed = None
-                return code
-        if at.computed is None:
-            at.computed = set() if at.step is None else at.step.all_computed()
-        draft = _Draft(round_)
-        arrivals = self._arrive(draft, known, round_, at.computed, Final.FIRST)
-        if self._loose:
-            at.step = None  # this round goes on without what it could repeat
-            self._settle(draft, at.computed)
-        code = self._encoded(arrivals, draft)
-        at.computed.update(draft.sure)
-        if at.step is not None:
-            step = _Step(at.step, tuple(draft.sure))
-            at.step.after[known] = code, step
-            at.step = step
-        return code
-
-    def doubtful(
-        self, known: Known, round_: int, otherwise: tuple[Known, int], *, first_time: bool = True
-    ) -> Code:
-        """Of an operation that may also be another: it is ready when either would be.
-
-        If both are, the other one counts. `first_time`: nobody was at `known` before. Another
-        sandbox rank that depends on the one that was not the case hears of it with a later
-        operation of this rank.
-        """
-        slot = self._numbers.loose(self._loose_count)
-        self._loose_count += 1
-        other, now = otherwise
-        draft, nothing = _Draft(now), set[int]()
-        before = dict(self._loose)
-        arrivals = [slot, *self._arrive(draft, other, now, nothing, Final.FIRST)]
-        if first_time:
-            arrivals += self._arrive(draft, known, round_, nothing, Final.SECOND)
-        else:
-            place = _last(known), round_
-            self._need(draft, place, nothing)
-            draft.items.append(Item((self._term(draft, place, 0),), final=Final.SECOND))
-        code = self._encoded(list(dict.fromkeys(arrivals)), draft)
-        # Either may never be ready; who needs it later computes it from the arrival.
-        self._loose = before
-        places = [(other, now), *([(known, round_)] if first_time else [])]
-        for one, when in places:
-            for vertex in _vertices(one):
-                self._loose[vertex, when] = slot
-        return code
-
-    def forget(self, before_round: int) -> None:
-        """Nothing of earlier rounds is asked for any more."""
-        self._loose = {
-            place: slot
-            for place, slot in self._loose.items()
-            if not 0 < place[1] < before_round - self._numbers.back
-        }
-
-    def place_of(self, slot: Slot, round_: int) -> Place | None:
-        """The vertex and round that a SHARED slot belongs to, for messages."""
-        if slot.table is not Table.SHARED or slot.kind not in (Kind.FIXED, Kind.RING):
-            return None
-        when = 0 if slot.kind is Kind.FIXED else round_ - slot.lap
-        for vertex in range(1, len(self._numbers.is_junction)):
-            place = vertex, when
-            if self._numbers.is_junction[vertex]:
-                continue
-            if when and not self._numbers.repeated[vertex]:
-                continue
-            ranks = self._members.get(vertex, ())
-            slots = [self._numbers.slot(place, round_)]
-            if len(ranks) > 1:
-                slots += [self._numbers.arrival(place, rank, round_) for rank in ranks]
-            if slot in slots:
-                return place
-        return None
-
-    def _queue(self, queue: Hashable, round_: int, repeats: bool) -> _Queue:
-        at = self._queues.get(queue)
-        if at is None or at.round_ != round_:
-            at = _Queue(round_, self._first if repeats else None, None if repeats else set())
-            self._queues[queue] = at
-        return at
-
-    def _encoded(self, arrivals: Sequence[Slot], draft: _Draft) -> Code:
-        try:
-            return encode(arrivals, draft.items)
-        except ValueError as error:
-            raise PlanError(
-                str(error), hint="a plan with fewer sandbox ranks is smaller"
-            ) from error
-
-    def _arrive(
-        self, draft: _Draft, known: Known, round_: int, computed: set[int], final: Final
-    ) -> list[Slot]:
-        """Items for an operation's vertices; gives the slots that its arrival goes to."""
-        arrivals: list[Slot] = []
-        vertices = _vertices(known)
-        last = vertices[-1]
-        if len(vertices) > 1 and next(self._sources_of((vertices[0], round_)), None) is not None:
-            vertices.reverse()  # the operation may end before others know its arrival
-        for vertex in vertices:
-            place = vertex, round_
-            if len(self._members.get(vertex, ())) > 1:
-                arrivals.append(self._numbers.arrival(place, self._rank, draft.now))
-            self._loose.pop(place, None)
-            for source in self._sources_of(place):
-                self._need(draft, source[0], computed)
-            self._add(draft, place, own=True, final=final if vertex == last else Final.NO)
-            if vertex == last:
-                draft.sure = list(draft.junctions)
-        return arrivals
-
-    def _settle(self, draft: _Draft, computed: set[int]) -> None:
-        """Items for places of doubt, which other sandbox ranks may wait for; nobody does here."""
-        if self._alone:
-            return
-        for place in self._loose:
-            self._need(draft, place, computed)
-
-    def _need(self, draft: _Draft, place: Place, computed: set[int]) -> None:
-        """Items for the junctions (and places of doubt) that a place depends on, deepest first."""
-        under_way = [place]
-        while under_way:
-            place = under_way[-1]
-            if place in draft.number or not self._is_computed_here(draft, place, computed):
-                under_way.pop()
-                continue
-            if place not in draft.wanted:
-                draft.wanted.add(place)
-                under_way += [source for source, _ in self._sources_of(place)]
-                continue
-            under_way.pop()
-            self._add(draft, place)
-
-    def _is_computed_here(self, draft: _Draft, place: Place, computed: set[int]) -> bool:
-        if self._numbers.is_junction[place[0]]:
-            return place[1] != draft.now or place[0] not in computed
-        return place in self._loose
-
-    def _add(
-        self, draft: _Draft, place: Place, *, own: bool = False, final: Final = Final.NO
-    ) -> None:
-        vertex, round_ = place
-        terms = [self._term(draft, source, weight) for source, weight in self._sources_of(place)]
-        ranks = self._members.get(vertex, ())
-        if len(ranks) > 1:
-            others = (rank for rank in ranks if not (own and rank == self._rank))
-            terms += [(self._numbers.arrival(place, rank, draft.now), 0) for rank in others]
-        elif place in self._loose:
-            terms.append((self._loose[place], 0))
-        floor = self._floor(place)
-        if floor is not None:
-            floor += (round_ - draft.now) * self.layout.period_ns
-        draft.number[place] = len(draft.items)
-        target = self._numbers.slot(place, draft.now)
-        draft.items.append(Item(tuple(terms), target, floor, own, final))
-        if self._numbers.is_junction[vertex] and round_ == draft.now:
-            draft.junctions.append(vertex)
-
-    def _term(self, draft: _Draft, source: Place, weight: int) -> tuple[Slot, int]:
-        number = draft.number.get(source)
-        if number is not None:
-            return Slot(Kind.LOCAL, Table.OWN, number), weight
-        return self._numbers.slot(source, draft.now), weight
-
-    def _sources_of(self, place: Place) -> Iterator[tuple[Place, int]]:
-        vertex, round_ = place
-        edges = slice(self._offsets[vertex], self._offsets[vertex + 1])
-        for source, weight in zip(
-            self._sources[edges].tolist(), self._weights[edges].tolist(), strict=True
-        ):
-            if source == ORIGIN:
-                continue
-            if self._repeat is None or self._numbers.is_junction[source]:
-                yield (source, round_), weight
-                continue
-            before = self._repeat.source(source, round_)
-            if before is not None:
-                yield before, weight
-
-    def _floor(self, place: Place) -> int | None:
-        edges = slice(self._offsets[place[0]], self._offsets[place[0] + 1])
-        from_origin = self._weights[edges][self._sources[edges] == ORIGIN]
-        return int(from_origin.max()) if len(from_origin) else None
-
-
-def _vertices(known: Known) -> list[int]:
-    """An operation's vertices; it is ready at the last one."""
-    return [vertex for vertex in (known.arrival, known.ready) if vertex is not None]
-
-
-def _last(known: Known) -> int:
-    return _vertices(known)[-1]
+def _label(key: OpKey) -> str:
+    label = f"group={key.group} seq={key.seq}"
+    return label if key.sender < 0 else f"{label} {key.sender}>{key.receiver}"
 
 
 class DevicePlan:
@@ -423,6 +66,12 @@ class DevicePlan:
         self._codes = PlaceCodes(plan.boundary, members, plan.repeat, rank, ahead=ahead)
         self.layout = self._codes.layout
         self._names = PlannedWorld(plan)
+        # For messages. A forked process must not touch what polars has.
+        self._at: dict[int, list[str]] = {}
+        columns = plan.operations.select("vertex", "rank", "kind", "group", "seq")
+        for vertex, member, kind, group, seq in columns.iter_rows():
+            name = f"rank {member}'s {kind} [group={group} seq={seq}]"
+            self._at.setdefault(vertex, []).append(name)
         self._after: set[OpKey] = set()
         self._round = 0
 
@@ -450,9 +99,7 @@ class DevicePlan:
             PlanError: the plan does not know it.
         """
         known, round_ = self._names.located(key, self.rank, round_)
-        label = f"group={key.group} seq={key.seq}"
-        if key.sender >= 0:
-            label += f" {key.sender}>{key.receiver}"
+        label = _label(key)
         if otherwise is None:
             self._go_on(round_)
             code = self._codes.code(known, round_, queue)
@@ -465,6 +112,24 @@ class DevicePlan:
         self._after.add(key)
         return Program(code, later, known.transfer_ns, label)
 
+    def batch(self, keys: Sequence[tuple[OpKey, int | None]], *, queue: Hashable = None) -> Program:
+        """What the device does for operations that are launched as one, such as a ring's send and
+        receive: all arrive at once, and none waits for another's end. Launch it once; it is `ready`
+        when the last one ends.
+
+        Args:
+            keys: of the operations, each with its round; those of one round.
+            queue: as in `program`.
+
+        Raises:
+            PlanError: the plan does not know one of them.
+        """
+        located = [self._names.located(key, self.rank, round_) for key, round_ in keys]
+        round_ = max(when for _, when in located)
+        self._go_on(round_)
+        code = self._codes.batch(located, queue)
+        return Program(code, round_, 0, " and ".join(_label(key) for key, _ in keys))
+
     def _go_on(self, round_: int) -> None:
         if round_ > self._round:
             self._round = round_
@@ -475,10 +140,5 @@ class DevicePlan:
         place = self._codes.place_of(slot, round_)
         if place is None:
             return "a time that this rank computes itself"
-        rows = self.plan.operations.filter(pl.col("vertex") == place[0])
-        names = [
-            f"rank {rank}'s {kind} [group={group} seq={seq}]"
-            for rank, kind, group, seq in rows.select("rank", "kind", "group", "seq").iter_rows()
-        ]
         again = f", repetition {place[1]} of the last step" if place[1] else ""
-        return " and ".join(names) + again
+        return " and ".join(self._at.get(place[0], ["an operation"])) + again

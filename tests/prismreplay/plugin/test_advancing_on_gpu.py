@@ -190,6 +190,7 @@ def random_items(rng, count, most_terms, lap):
 def test_a_code_gives_what_its_simulation_gives(device, count, most_terms):
     rng, round_ = np.random.default_rng(count), 11
     one, stream = device.advancer(limit_ns=3_000_000), device.stream()
+    one.begin(time.monotonic_ns() - 10_000_000_000, device.pair)  # nothing to hold for
     sizes = [LAYOUT.slots(table) for table in Table]
     for full in (1.0, 1.0, 0.98):
         items = random_items(rng, count, most_terms, 1)
