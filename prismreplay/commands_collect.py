@@ -86,6 +86,15 @@ def collect(
             help="With --record-tensors: leave out communications of more than so many bytes.",
         ),
     ] = None,
+    mirror_above: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="BYTES",
+            help="Do not perform collectives of more than so many bytes: a rank gets what it would "
+            "if all gave what it gives. The graph is the job's, losses are not.",
+        ),
+    ] = None,
     sandbox: Annotated[
         str, typer.Option(metavar="RANKS", help="Ranks that sandbox-facing means, as in 0-3.")
     ] = "",
@@ -143,6 +152,7 @@ def collect(
         shown=shown_ranks(show_rank, world_size),
         quiet_stdout=json,
         shm_dir=shm_dir,
+        mirror_above=mirror_above,
         gpu_bytes=_bytes("--gpu-memory", gpu_memory),
         host_bytes=_bytes("--host-memory", host_memory),
         tensors=choices,

@@ -67,6 +67,8 @@ class CollectOptions:
         shown: ranks whose output is passed on.
         quiet_stdout: pass output on to stderr only.
         shm_dir: folder for the tensors that ranks hand over; None: memory.
+        mirror_above: payload in bytes of the largest collectives that are performed; of larger ones
+            a rank gets what it would if all gave what it gives. None: all are performed.
         gpu_bytes: of each GPU that ranks may take together; None: most of what is free.
         host_bytes: of the host that ranks without room on a GPU may take; None: most of it.
         tensors: what comes and goes with communications.
@@ -80,6 +82,7 @@ class CollectOptions:
     shown: Collection[int] = (0,)
     quiet_stdout: bool = False
     shm_dir: Path | None = None
+    mirror_above: int | None = None
     gpu_bytes: int | None = None
     host_bytes: int | None = None
     tensors: TensorChoices = field(default_factory=TensorChoices)
@@ -176,6 +179,7 @@ def collect(
             run=folder.name,
             place=Place(options.shm_dir),
             observe=functools.partial(_observe, folder, options, room is not None),
+            mirror_above=options.mirror_above,
             gpus=() if room is None else tuple(gpu.token for gpu in room.gpus),
         )
         with limit_of_open_files(options.world_size) as limits:

@@ -87,6 +87,8 @@ class Job:
     """The limits of open files that ranks have, when this process has others."""
     gpus: tuple[str, ...] = ()
     """Names of the GPUs that ranks use in turn, as in CUDA_VISIBLE_DEVICES; empty: all they see."""
+    mirror_above: int | None = None
+    """Payload in bytes of the largest collectives that are performed; None: all are."""
     placed: tuple[int, ...] = ()
     """Ranks that stay on the GPU that is theirs by their place in here; empty: they take turns."""
 
@@ -227,8 +229,13 @@ def _run(job: Job, connection: Connection, observed: Observed) -> int:
     """Run the program; its exit code."""
     from prismreplay.runtime.installing import install
 
-    if observed.role is None:
-        role: Any = CollectRole(connection, job.place, observed.step)
+    role: Any
+    if observed.role is None and job.mirror_above is not None:
+        from prismreplay.collect.mirroring import MirroringRole
+
+        role = MirroringRole(connection, job.place, observed.step, above=job.mirror_above)
+    elif observed.role is None:
+        role = CollectRole(connection, job.place, observed.step)
     else:
         role = observed.role(connection, job.place)
     install(role, observed.observer)

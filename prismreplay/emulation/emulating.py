@@ -191,7 +191,8 @@ class _Chain:
         else:
             words += ["--record-tensors", "all"]
         if options.record_below is not None:
-            words += ["--record-below", options.record_below]
+            below = options.record_below
+            words += ["--record-below", below, "--mirror-above", below]
         made = ("bare.parquet", "bare.tensors/manifest.json")
         words += ["--show-rank", "none", "-o", self.folder / "bare.parquet"]
         return self._stage("collect", words, made, self.job)

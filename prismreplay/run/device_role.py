@@ -221,20 +221,22 @@ class DeviceRole(SandboxRole):
         return self._sources.way(self.rank, op)
 
     def _compute(self, work: DeviceWork, way: Way | None, stream: StreamKey) -> None:
-        op, inputs, outputs = work.op, work.inputs, work.outputs
+        op, inputs = work.op, work.inputs
+        # As NCCL writes: autograd does not notice.
+        outputs = [one.data for one in work.outputs]
         if way is None:
             alone(op, inputs, outputs)
         elif way.kind == "recording":
-            self._combine(work, stream)
+            self._combine(work, outputs, stream)
         elif way.kind == "rule":
             follow_rule(way, op, inputs, outputs, self._streams)
         elif way.kind == "mirror":
             self._counts["mirrored"] += 1
             mirror(op, inputs, outputs, self._streams.noise)
 
-    def _combine(self, work: DeviceWork, stream: StreamKey) -> None:
+    def _combine(self, work: DeviceWork, outputs: Sequence[Tensor], stream: StreamKey) -> None:
         """With what the hub knows of the virtual members' part."""
-        op, outputs = work.op, work.outputs
+        op = work.op
         pieces = pieces_of(op, self._virtual_members(op))
         if not pieces:
             combine(op, work.inputs, outputs, pieces, [])

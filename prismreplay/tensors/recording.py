@@ -29,6 +29,7 @@ import polars as pl
 from prismreplay.collect.handover import bytes_of
 from prismreplay.runtime.operations import Call, Op, TensorSpec
 from prismreplay.tensors.choices import RecordTensors
+from prismreplay.tensors.scope import is_large
 from prismreplay.tensors.shards import ShardWriter
 from prismreplay.tensors.store_log import StoreEntry, write_store_log
 from prismtrace.errors import OutputError
@@ -116,7 +117,7 @@ class TensorRecorder:
             world_size: ranks of the job.
             sandbox: global ranks.
             job: what else the manifest says of the job.
-            most_bytes: payload of the largest operations that are recorded; None: of any size.
+            most_bytes: operations with more are left out, see `is_large`; None: none are.
             shard_bytes: size from which a shard is closed.
 
         Raises:
@@ -154,7 +155,7 @@ class TensorRecorder:
         """True when the inputs of this operation are to be recorded."""
         if not op.inputs or op.seq is None:
             return False
-        if self._most_bytes is not None and op.payload_bytes > self._most_bytes:
+        if self._most_bytes is not None and is_large(op, self._most_bytes):
             return False
         if self._sandbox is None:
             return True

@@ -12,7 +12,7 @@ from prismreplay.errors import TensorRecordingError
 from prismreplay.runtime.operations import Call, Op
 from prismtrace.ranks import parse_ranks
 
-__all__ = ["RecordingScope"]
+__all__ = ["RecordingScope", "is_large"]
 
 _ALL = "all"
 _MANIFEST = "manifest.json"
@@ -24,7 +24,7 @@ class RecordingScope:
 
     Attributes:
         sandbox: those that concern one of these ranks; None: all.
-        most_bytes: those of at most so many bytes; None: of any size.
+        most_bytes: no `is_large` ones; None: of any size.
     """
 
     sandbox: frozenset[int] | None = None
@@ -57,10 +57,22 @@ class RecordingScope:
 
     def covers(self, op: Op) -> bool:
         """True when the recording should hold this operation."""
-        if self.most_bytes is not None and op.payload_bytes > self.most_bytes:
+        if self.most_bytes is not None and is_large(op, self.most_bytes):
             return False
         if self.sandbox is None:
             return True
         if op.call in (Call.SEND, Call.RECV):
             return not self.sandbox.isdisjoint({op.peer, op.group.global_rank})
         return not self.sandbox.isdisjoint(op.group.ranks)
+
+
+def is_large(op: Op, most_bytes: int) -> bool:
+    """True if an operation carries more than so many bytes of real numbers.
+
+    Whole numbers are never large: sizes, tokens and pickled objects decide what a program does.
+    """
+    return (
+        op.payload_bytes > most_bytes
+        and op.dtype is not None
+        and op.dtype.value.startswith(("float", "bfloat", "complex"))
+    )

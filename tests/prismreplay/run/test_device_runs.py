@@ -329,3 +329,20 @@ def test_steps_take_what_the_slowest_virtual_rank_takes(timed_job, tmp_path):
     # Rank 3 computes for 45 ms; all others wait for it.
     assert report.predicted_step_ns > 40e6
     assert report.step_ns > 40e6
+
+
+def test_large_collectives_need_not_be_performed_to_collect_a_graph(job, tmp_path):
+    folder, call, wanted = job
+    options = CollectOptions(RANKS, 2, shown=(), mirror_above=40)
+    report = collect(call, tmp_path / "bare.parquet", options)
+    columns = ["rank", "index", "kind", "group", "seq", "peer", "bytes", "step", "deps"]
+    graphs = [
+        open_trace(path).collect().select(columns)
+        for path in (folder / "bare.parquet", tmp_path / "bare.parquet")
+    ]
+    assert graphs[0].equals(graphs[1])
+    told = _printed(report.log_dir, 2)
+    assert [line for line in told if line.startswith(("recv", "integers", "objects"))] == [
+        line for line in wanted[2] if line.startswith(("recv", "integers", "objects"))
+    ]
+    assert told != wanted[2]
