@@ -214,7 +214,9 @@ def _rows(trace: Trace, ranks: tuple[int, ...]) -> pl.DataFrame:
     columns = ("rank", "index", "name", *STRUCTURE)
     # By position: numbers of virtual ranks' rows in slices have gaps, and so may foreign ones.
     at = pl.int_range(pl.len(), dtype=pl.Int64).over("rank")
-    return trace.nodes.filter(within).select(columns).collect().with_columns(at=at)
+    # What a node waits for is a set: files list it in one order or another.
+    sets = pl.col("deps", "xdeps").list.sort()
+    return trace.nodes.filter(within).select(columns).collect().with_columns(sets, at=at)
 
 
 def _compare(a: pl.DataFrame, b: pl.DataFrame, groups: _Groups) -> tuple[list[RankDifference], int]:

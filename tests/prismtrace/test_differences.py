@@ -72,6 +72,20 @@ def test_what_makes_none(job: Trace, values: dict[str, Any]) -> None:
     assert pt.diff(job, changed(job, 1, 1, **values)).same
 
 
+def test_dependencies_are_a_set(make_trace: Any) -> None:
+    a, b = (
+        make_trace({}, {}, {"deps": deps, "xdeps": xdeps}, kind="bare")
+        for deps, xdeps in (([2, 1], [1, 0]), ([1, 2], [0, 1]))
+    )
+    assert pt.diff(a, b).same
+    (rank,) = pt.diff(a, make_trace({}, {}, {"deps": [1]}, kind="bare")).ranks
+    assert (rank.index, rank.a, rank.b) == (
+        2,
+        "compute deps=[1, 2] xdeps=[0, 1]",
+        "compute deps=[1]",
+    )
+
+
 def test_the_first_difference_of_every_rank_is_shown(make_trace: Any) -> None:
     a = make_trace(*({"rank": r, "name": n} for r in (0, 1, 2) for n in "abc"), kind="bare")
     rows = [{"rank": r, "name": n} for r in (0, 1) for n in "abc"]
