@@ -5,8 +5,14 @@ compute-sanitizer --tool memcheck python benchmarks/gpu/sanitize.py
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import torch
 
+from prismreplay.plugin import advance_code
+from prismreplay.plugin.advance_code import Final, Item, Kind, Slot, Table, encode
+from prismreplay.plugin.advancing import Advancer
 from prismreplay.plugin.communicating import PrunedCommunication, link_memory
 from prismreplay.plugin.compensating import compensate
 from prismreplay.plugin.exchange_schedule import exchange
@@ -34,6 +40,31 @@ def perform(schedule, dtype):
     print("performed", schedule.name, dtype, flush=True)
 
 
+def advance():
+    """Operations with few and many terms, one that waits for another stream's."""
+    layout = advance_code.Layout(rounds=3, fixed=(2000, 10), ring=(4, 4))
+    one, streams = Advancer(layout, limit_ns=2 * 10**9), [torch.cuda.Stream() for _ in range(2)]
+    one.begin(time.monotonic_ns())
+    slots = [Slot(Kind.FIXED, Table.SHARED, number, 1) for number in range(1000)]
+    for count in (1, 40, 1000):
+        for slot in slots[:count]:
+            one.launch(planned([slot], []), streams[0])
+        terms = tuple((slot, 1) for slot in slots[:count])
+        target = Slot(Kind.RING, Table.OWN, 1, 0)
+        one.launch(planned([], [Item(terms, target, own=True, final=Final.FIRST)]), streams[1])
+    ticket = one.arrive(planned([slots[3]], []), streams[1])
+    one.launch(None, streams[1], ticket=ticket, transfer_ns=20_000, owes=True)
+    torch.cuda.synchronize()
+    print("advanced", len(list(one.records())), flush=True)
+    one.check()
+    one.close()
+
+
+def planned(arrivals, items):
+    code = encode(arrivals, items)
+    return SimpleNamespace(code=code, round_=7, transfer_ns=0, label="sanitizer")
+
+
 def main():
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32):
         perform(ring_all_reduce(4, [1, 3], 333, align=16), dtype)
@@ -47,6 +78,7 @@ def main():
             compensate(torch.ones(count).to(dtype).cuda(), own)
     shifted = torch.ones(1000).cuda()
     compensate(shifted[3:900], [shifted[1:898]], out=torch.empty(897, device="cuda"))
+    advance()
     holder = DeviceHolder()
     times = holder.times(4)
     holder.stamp(times)
