@@ -11,18 +11,17 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from prismreplay.plan import Plan
 from prismreplay.run.device_plan import DevicePlan, Program
 from prismreplay.run.device_work import DeviceWork
+from prismreplay.run.following import Placed
 from prismreplay.run.marks import DeviceSummary
 
-__all__ = ["Held", "Pacing", "PlanPacer", "PlannedRank"]
-
-Slot = Any
+__all__ = ["Held", "Pacing", "PlanPacer", "device_plan_of"]
 
 _LOOK_EVERY = 4096
 """Launches after which it is read how earlier ones went; the device keeps four times as many."""
@@ -43,7 +42,7 @@ class Pacing(Protocol):
         """Hold a stream until an operation ends; its ticket."""
 
     def records(self) -> Iterable[Any]:
-        """How operations went that are over: objects with ticket, end_ns, ended_ns."""
+        """How operations went that are over: objects with lateness_ns."""
 
     def check(self) -> None:
         """Raise if one has waited in vain."""
@@ -52,37 +51,12 @@ class Pacing(Protocol):
         """Hold nothing any more."""
 
 
-@dataclass(frozen=True)
-class PlannedRank:
-    """The plan as a rank takes it with it; nothing of polars in it, which does not survive a fork.
-
-    Attributes:
-        plan: for the device.
-        names: of the operations at each vertex of the plan, for messages.
-    """
-
-    plan: DevicePlan
-    names: Mapping[int, tuple[str, ...]]
-
-    @classmethod
-    def of(cls, plan: Plan, rank: int) -> PlannedRank:
-        """That of one sandbox rank."""
-        made = DevicePlan(plan, rank)
-        # What follows asks the plan for its names only, and these are in here.
-        made.plan = made._names.plan = None  # type: ignore[assignment]  # noqa: SLF001
-        names: dict[int, list[str]] = {}
-        columns = plan.operations.select("vertex", "rank", "kind", "group", "seq")
-        for vertex, member, kind, group, seq in columns.iter_rows():
-            names.setdefault(vertex, []).append(f"rank {member}'s {kind} [group={group} seq={seq}]")
-        return cls(made, {vertex: tuple(some) for vertex, some in names.items()})
-
-    def describe(self, slot: Slot, round_: int) -> str:
-        """Whose time a slot holds, for messages about what did not happen."""
-        place = self.plan._codes.place_of(slot, round_)  # noqa: SLF001
-        if place is None:
-            return "a time that this rank computes itself"
-        again = f", repetition {place[1]} of the last step" if place[1] else ""
-        return " and ".join(self.names.get(place[0], ("an operation",))) + again
+def device_plan_of(plan: Plan, rank: int) -> DevicePlan:
+    """That of one sandbox rank, to be pickled: without polars, which does not survive a fork."""
+    made = DevicePlan(plan, rank)
+    # What a rank asks it for is in it beside these.
+    made.plan = made._names.plan = None  # type: ignore[assignment]  # noqa: SLF001
+    return made
 
 
 class Held(NamedTuple):
@@ -99,17 +73,15 @@ class PlanPacer:
     """Holds the streams of a rank.
 
     Attributes:
-        planned: the rank's plan.
+        plan: the rank's.
         origin_ns: when the run began, on the host's monotonic clock.
         make: makes what launches, at the first operation: the program uses its GPU by then.
     """
 
-    planned: PlannedRank
+    plan: DevicePlan
     origin_ns: int
-    make: Callable[[PlannedRank], Pacing]
+    make: Callable[[DevicePlan], Pacing]
     _pacing: Pacing | None = None
-    _joint: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    _ends: dict[int, int] = field(default_factory=dict)
     _late: list[int] = field(default_factory=list)
     _launched: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -129,22 +101,16 @@ class PlanPacer:
             return None
         tickets: list[int | None] = [None] * len(programs)
         if computes or len(programs) > 1:
-            # All of a batch are there before it is waited for any of them.
             tickets = [pacing.arrive(program, stream) for program in programs]
         return Held(programs, tickets, stream, not any(work.asynchronous for work in works))
 
     def hold(self, held: Held) -> None:
         """Hold the stream until all of them end."""
         pacing = self.pacing
-        launched = tuple(
+        for program, ticket in zip(held.programs, held.tickets, strict=True):
             pacing.launch(program, held.stream, ticket=ticket, owes=held.owes)
-            for program, ticket in zip(held.programs, held.tickets, strict=True)
-        )
         with self._lock:
-            if len(launched) > 1:
-                self._joint.update(dict.fromkeys(launched[:-1], ()))
-                self._joint[launched[-1]] = launched[:-1]
-            self._launched += len(launched)
+            self._launched += len(held.programs)
             if self._launched >= _LOOK_EVERY:
                 self._launched = 0
                 self._look(pacing)
@@ -185,7 +151,7 @@ class PlanPacer:
 
     def _begin(self) -> Pacing:
         begun = time.monotonic_ns()
-        made = self.make(self.planned)
+        made = self.make(self.plan)
         # Compiling and loading kernels has no counterpart on the cluster.
         made.begin(self.origin_ns + time.monotonic_ns() - begun)
         self._pacing = made
@@ -193,32 +159,31 @@ class PlanPacer:
 
     def _programs(self, works: Sequence[DeviceWork], stream: int) -> list[Program]:
         """What the device does for those that virtual ranks take part in."""
-        plan, found = self.planned.plan, []
+        plan = self.plan
         with self._lock:
-            for work in works:
-                placed = work.placed
-                if placed.skipping or not plan.is_boundary(placed.key, placed.round_):
-                    continue
-                again = placed.otherwise
-                found.append(
-                    plan.program(
-                        placed.key,
-                        placed.round_,
-                        queue=stream,
-                        otherwise=None if again is None else (again.key, again.round_),
-                    )
-                )
-        return found
+            places = [
+                one
+                for one in (work.placed for work in works)
+                if not one.skipping and plan.is_boundary(one.key, one.round_)
+            ]
+            rounds = {one.round_ for one in places}
+            if len(places) > 1 and len(rounds) == 1 and not any(one.otherwise for one in places):
+                # One waits for what others of the batch have begun.
+                return [plan.batch([(one.key, one.round_) for one in places], queue=stream)]
+            return [self._program(one, stream) for one in places]
+
+    def _program(self, placed: Placed, stream: int) -> Program:
+        again = placed.otherwise
+        return self.plan.program(
+            placed.key,
+            placed.round_,
+            queue=stream,
+            otherwise=None if again is None else (again.key, again.round_),
+        )
 
     def _look(self, pacing: Pacing) -> None:
-        """Read how operations went. Of those launched as one, the last end counts."""
-        for one in pacing.records():
-            before = self._joint.pop(one.ticket, None)
-            if before == ():
-                self._ends[one.ticket] = one.end_ns
-                continue
-            end = max([one.end_ns, *(self._ends.pop(each, 0) for each in before or ())])
-            self._late.append(one.ended_ns - end)
+        """Read how operations went."""
+        self._late += [one.lateness_ns for one in pacing.records()]
 
 
 _LATE_NS = 20_000

@@ -18,7 +18,8 @@ import torch
 from prismreplay.collect.handover import Place
 from prismreplay.collect.pool import Observed
 from prismreplay.run.clock import RunClock
-from prismreplay.run.device_pacing import Pacing, PlannedRank, PlanPacer
+from prismreplay.run.device_pacing import Pacing, PlanPacer
+from prismreplay.run.device_plan import DevicePlan
 from prismreplay.run.device_role import DeviceRole
 from prismreplay.run.device_sources import DeviceSources
 from prismreplay.run.device_spinning import DevicePace, PaceKernels
@@ -51,12 +52,12 @@ class Orders:
     Attributes:
         follower: where its operations are in the graph.
         shares: another sandbox rank computes on the same GPU.
-        planned: when virtual ranks arrive; None: they are always there.
+        plan: when virtual ranks arrive; None: they are always there.
     """
 
     follower: GraphFollower
     shares: bool = False
-    planned: PlannedRank | None = None
+    plan: DevicePlan | None = None
 
 
 def write_orders(folder: Path, orders: Mapping[int, Orders]) -> None:
@@ -107,11 +108,11 @@ def make_devices() -> tuple[CudaDevices, Streams]:
     return devices, CudaStreams(devices)
 
 
-def make_pacing(planned: PlannedRank) -> Pacing:
+def make_pacing(plan: DevicePlan) -> Pacing:
     """What launches holds on the program's current GPU."""
     from prismreplay.plugin.advancing import Advancer
 
-    return Advancer(planned.plan.layout, describe=planned.describe)
+    return Advancer(plan.layout, describe=plan.describe)
 
 
 def make_stretching() -> Any:
@@ -152,8 +153,8 @@ def observe_device_rank(
     recorder = make_recorder(writer, timeline=timeline, cuda=True)
     roles: list[DeviceRole] = []
     pacer = None
-    if orders.planned is not None:
-        pacer = PlanPacer(orders.planned, ledger.origin_ns, make_pacing)
+    if orders.plan is not None:
+        pacer = PlanPacer(orders.plan, ledger.origin_ns, make_pacing)
     pace = None
     if options.spins:
         kernels = PaceKernels(

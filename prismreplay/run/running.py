@@ -373,14 +373,14 @@ class _Run:
         """What ranks on GPUs have to know: they ask nobody while they run."""
         if not self._job.gpus:
             return
-        from prismreplay.run.device_pacing import PlannedRank
+        from prismreplay.run.device_pacing import device_plan_of
         from prismreplay.run.device_ranks import Orders, write_orders
 
         orders = {}
         for rank, follower in followers.items():
-            planned = None if plan is None else PlannedRank.of(plan, rank)
+            planned = None if plan is None else device_plan_of(plan, rank)
             shares = len(self._job.placed) > len(self._job.gpus)
-            orders[rank] = Orders(follower, shares=shares, planned=planned)
+            orders[rank] = Orders(follower, shares=shares, plan=planned)
         write_orders(self._folder, orders)
 
     def _serve_store(self) -> object:

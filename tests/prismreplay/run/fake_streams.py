@@ -90,13 +90,13 @@ class FakeStreams:
 class FakePacing:
     """`prismreplay.plugin.advancing.Advancer`, with the host in place of the device."""
 
-    def __init__(self, planned):
+    def __init__(self, plan):
         from prismreplay.plugin import advance_simulation
 
         self.simulation = advance_simulation
-        self.layout = planned.plan.layout
+        self.layout = plan.layout
         self.tables = advance_simulation.new_tables(self.layout)
-        self.describe = planned.describe
+        self.describe = plan.describe
         self.running = {}
         self.debt_ns = 0
         self.told = []
@@ -128,7 +128,7 @@ class FakePacing:
         ended = self.now()
         if owes:
             self.debt_ns += ended - end
-        self.told.append(SimpleNamespace(ticket=ticket, end_ns=end, ended_ns=ended))
+        self.told.append(SimpleNamespace(lateness_ns=ended - end))
         return ticket
 
     def records(self):
