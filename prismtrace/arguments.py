@@ -60,11 +60,16 @@ def chosen_numbers(text: str, flag: str, what: str) -> tuple[int, ...]:
 
 @contextmanager
 def wrong_usage(flag: str) -> Iterator[None]:
-    """What is wrong about an option's value is told like every wrong usage."""
-    from prismtrace.errors import TraceError
+    """What is wrong about an option's value is told like every wrong usage.
+
+    A file that cannot be read or written is no wrong usage.
+    """
+    from prismtrace.errors import InputFileError, OutputError, TraceError
 
     try:
         yield
+    except (InputFileError, OutputError):
+        raise
     except TraceError as error:
         hint = f"; {error.hint}" if error.hint else ""
         raise typer.BadParameter(error.message + hint, param_hint=flag) from error

@@ -15,7 +15,9 @@ from prismtrace.errors import OutputError, PrismError
 from prismtrace.input_files import is_text
 
 __all__ = [
+    "CUT_OFF",
     "atomic_output",
+    "disk_error",
     "output_error",
     "refuse_inputs",
     "temporary_prefix",
@@ -24,6 +26,9 @@ __all__ = [
 ]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MORE_BYTES = 1 << 20
+CUT_OFF = "transport error"
+"""What Polars says when the last bytes of a file did not fit; also of some damaged files it reads."""
 _SHORT_NAME = 40  # of the target in a temporary name, which must not become too long itself
 
 
@@ -53,17 +58,38 @@ def atomic_output(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.replace(target)
     except PrismError:
         raise
-    except OSError as error:
-        raise output_error(shown, error.errno or 0) from error
     except Exception as error:
-        # Polars wraps the operating system's error into its own types.
-        code = re.search(r"\(os error (\d+)\)", str(error))
-        if code is None:
+        number = disk_error(error)
+        if number is None and CUT_OFF in str(error):
+            number = _refusal(temporary)
+        if number is None:
             raise
-        raise output_error(shown, int(code[1])) from error
+        raise output_error(shown, number) from error
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()
+
+
+def disk_error(error: Exception) -> int | None:
+    """The operating system's number of what went wrong, which Polars puts into texts of its own.
+
+    0: not known; None: the operating system is not to blame.
+    """
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    if found := re.search(r"os error (\d+)", str(error)):
+        return int(found[1])
+    return 0 if isinstance(error, OSError) else None
+
+
+def _refusal(file: Path) -> int | None:
+    """Why a file takes no more bytes; None if it does."""
+    try:
+        with file.open("ab") as opened:
+            opened.write(bytes(_MORE_BYTES))
+    except OSError as error:
+        return error.errno
+    return None
 
 
 def writable_target(path: str | os.PathLike[str]) -> Path:
@@ -157,6 +183,6 @@ def output_error(path: Path, number: int) -> OutputError:
 
 def _no_file_more(path: Path) -> bool:
     with suppress(OSError, AttributeError):
-        disk = os.statvfs(path.parent)
+        disk = os.statvfs(path if path.is_dir() else path.parent)
         return disk.f_files > 0 and disk.f_favail == 0
     return False

@@ -143,7 +143,7 @@ def write_answer(
     """
     form = AnswerFormat(to)
     refuse_inputs(path, trace.paths)
-    with atomic_output(path) as temporary, reading(trace.paths), answering():
+    with reading(trace.paths), answering(), atomic_output(path) as temporary:
         if form is AnswerFormat.CSV:
             answer.sink_csv(temporary)
         elif form is AnswerFormat.PARQUET:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import polars as pl
-
-from prismtrace.output import output_error, temporary_prefix, writable_target
+from prismtrace.errors import PrismError
+from prismtrace.output import (
+    CUT_OFF,
+    disk_error,
+    output_error,
+    temporary_prefix,
+    writable_target,
+)
 
 __all__ = ["disk_errors", "workspace"]
 
@@ -36,17 +40,15 @@ def workspace(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn what the operating system says about writing to `path` into an OutputError.
-
-    Polars wraps it into an error of its own, with the number in its text.
-    """
+    """Turn what the operating system says about writing to `path` into an OutputError."""
     try:
         yield
-    except OSError as error:
-        raise output_error(path, error.errno or 0) from error
-    except pl.exceptions.PolarsError as error:
-        found = re.search(r"os error (\d+)", str(error))
-        # When the last bytes of a file do not fit, the number is lost.
-        if found is None and "transport error" not in str(error):
+    except PrismError:
+        raise
+    except Exception as error:
+        number = disk_error(error)
+        if number is None and CUT_OFF in str(error):
+            number = errno.ENOSPC
+        if number is None:
             raise
-        raise output_error(path, int(found[1]) if found else errno.ENOSPC) from error
+        raise output_error(path, number) from error

@@ -99,6 +99,13 @@ def test_query_used_wrongly(path: Path, words: list[str], message: str) -> None:
     assert message in " ".join(done.stderr.split())
 
 
+def test_an_answer_that_cannot_be_written_is_no_wrong_usage(path: Path, tmp_path: Path) -> None:
+    done = call("query", path, "SELECT id FROM nodes", "-o", tmp_path / "no" / "a.csv")
+    assert done.exit_code == 1
+    assert isinstance(done.exception, pt.PrismError)
+    assert done.exception.code == "output"
+
+
 def test_query_needs_a_trace_and_then_a_question(path: Path) -> None:
     for words in ((), (path,), ("SELECT 1",)):
         done = call("query", *words)

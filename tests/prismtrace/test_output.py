@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import polars as pl
 import pytest
 
+from prismtrace.converters.parts import disk_errors
 from prismtrace.errors import OutputError
 from prismtrace.output import atomic_output, output_error, refuse_inputs
 
@@ -67,3 +72,51 @@ def test_no_inodes_is_told_apart_from_no_space(tmp_path: Path, monkeypatch: obje
     full = os.statvfs_result(values)
     monkeypatch.setattr(os, "statvfs", lambda _: full)  # type: ignore[attr-defined]
     assert "no more files" in str(output_error(tmp_path / "a", errno.ENOSPC).hint)
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """No file may become larger than `size` bytes: a full disk, for those who are not root."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+ROWS = pl.DataFrame({"a": range(3_000), "b": [f"name {number}" for number in range(3_000)]})
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "parquet": ROWS.write_parquet,
+    "parquet sink": ROWS.lazy().sink_parquet,
+    "csv": ROWS.write_csv,
+    "csv sink": ROWS.lazy().sink_csv,
+    "text": lambda path: path.write_text("x" * 20_000),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_disk_that_is_full_somewhere_in_the_file(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    WRITERS[name](path)
+    before = path.read_bytes()
+    # The last bytes of a Parquet file are its footer, and what Polars says then is another thing.
+    for size in [*range(0, len(before), len(before) // 16), len(before) - 1]:
+        with (
+            room_for(size),
+            pytest.raises(OutputError, match="too large") as caught,
+            atomic_output(path) as temporary,
+        ):
+            WRITERS[name](temporary)
+        assert (caught.value.where, [path]) == (str(path), list(tmp_path.iterdir()))
+        with room_for(size), pytest.raises(OutputError), disk_errors(path):
+            WRITERS[name](tmp_path / "b")
+        (tmp_path / "b").unlink()
+    assert path.read_bytes() == before
+
+
+def test_errors_that_are_not_the_disk_s_stay(tmp_path: Path) -> None:
+    for told in ("parquet: Invalid thrift: transport error", "no such column"):
+        with pytest.raises(pl.exceptions.ComputeError), atomic_output(tmp_path / "a"):
+            raise pl.exceptions.ComputeError(told)
+    assert list(tmp_path.iterdir()) == []
