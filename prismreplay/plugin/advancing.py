@@ -60,6 +60,7 @@ _PER_CALL = struct.Struct("=4q")
 _CALL_BYTES = _FIXED.size + _PER_CALL.size
 _CODE_WORDS = (96, 448)
 """Codes up to so many words travel with the launch."""
+_KINDS, _SIZES = ("advance", "arrive"), (*map(str, _CODE_WORDS), "far")
 _SEEN_WORDS = 8
 _LANES = 32
 _ROOM_WORDS = 1 << 20
@@ -186,6 +187,10 @@ class Advancer:
         self._room_at, self._words = memory.pinned(self._room)
         self._call = ctypes.create_string_buffer(_CALL_BYTES)
         self._driver_launch = memory.launcher()
+        self._kernels = {
+            name: kernel("advance", name, self.device).address
+            for name in ("owe", "answer", *(f"{kind}_{size}" for kind in _KINDS for size in _SIZES))
+        }
         self._lock = threading.Lock()
         self._prepared: dict[Code, _Prepared] = {}
         self._programs: list[Planned | None] = [None] * kept
@@ -399,8 +404,8 @@ class Advancer:
             keeps, name = (ctypes.c_int64 * size)(*code.words.tolist()), str(size)
         arguments = (ctypes.c_void_p * 2)(call, ctypes.addressof(keeps))
         prepared = _Prepared(
-            advance=kernel("advance", f"advance_{name}", self.device).address,
-            arrive=kernel("advance", f"arrive_{name}", self.device).address,
+            advance=self._kernels[f"advance_{name}"],
+            arrive=self._kernels[f"arrive_{name}"],
             arguments=arguments,
             keeps=keeps,
         )
@@ -446,7 +451,7 @@ class Advancer:
     def _run(self, entry: str, lanes: int, values: list[Any], stream: int) -> None:
         """Launch a kernel that is not on any hot path."""
         arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(one) for one in values))
-        handle = kernel("advance", entry, self.device).address
+        handle = self._kernels[entry]
         status = self._driver_launch(handle, 1, 1, 1, lanes, 1, 1, 0, stream, arguments, None)
         if status:
             raise _refused(status)

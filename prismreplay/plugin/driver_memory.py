@@ -42,7 +42,7 @@ class DriverMemory:
     def stream(self) -> int:
         """A stream that only we use and that waits for no other."""
         if not self._streams:
-            flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+            flags = int(self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             self._streams.append(int(self._ask("cuStreamCreate", flags)))
         return self._streams[0]
 

@@ -78,14 +78,16 @@ class Gpu:
 
         words = np.ascontiguousarray(words, np.int64)
         self.synchronize()
-        assert driver.cuMemcpyHtoD(address, words.ctypes.data, words.nbytes) == (0,)
+        (status,) = driver.cuMemcpyHtoD(address, words.ctypes.data, words.nbytes)
+        assert int(status) == 0
 
     def get(self, address, count):
         from cuda.bindings import driver
 
         words = np.zeros(count, np.int64)
         self.synchronize()
-        assert driver.cuMemcpyDtoH(words.ctypes.data, address, words.nbytes) == (0,)
+        (status,) = driver.cuMemcpyDtoH(words.ctypes.data, address, words.nbytes)
+        assert int(status) == 0
         return words
 
     def outcomes(self, one):
