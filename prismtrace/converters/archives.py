@@ -1,8 +1,8 @@
 """Archives of traces (.tgz, .tar.gz, .tar): their members are inputs like files of a folder.
 
 Readers go over a file twice, first to tell what it is, so members are unpacked: into the
-system's folder for temporary files (TMPDIR), from where they go when the process ends. Whoever
-reads of them reads ``ARCHIVE!MEMBER``.
+system's folder for temporary files (TMPDIR), from where they go when the block ends that reads
+them, or the process. Whoever reads of them reads ``ARCHIVE!MEMBER``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path, PurePosixPath
 
 from prismtrace.converters.content import read_blocks
@@ -27,6 +28,8 @@ __all__ = ["is_archive", "members_of", "name_of", "naming_members"]
 _MAGIC_AT = 257
 _unpacked: dict[str, str] = {}
 """What the paths of an archive's members begin with -> the same in words that last."""
+_here: ContextVar[list[tuple[Path, str]] | None] = ContextVar("unpacked here", default=None)
+"""What the innermost `naming_members` has unpacked."""
 
 
 def is_archive(path: Path) -> bool:
@@ -54,7 +57,10 @@ def members_of(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
     """
     folder = Path(tempfile.mkdtemp(prefix="prismtrace-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    _unpacked[f"{folder / path.name}{os.sep}"] = f"{path}!"
+    begin = f"{folder / path.name}{os.sep}"
+    _unpacked[begin] = f"{path}!"
+    if (here := _here.get()) is not None:
+        here.append((folder, begin))
     try:
         found = _unpack(path, folder / path.name, suffixes)
     except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
@@ -77,7 +83,12 @@ def name_of(path: Path) -> str:
 
 @contextmanager
 def naming_members() -> Iterator[None]:
-    """In this block errors call members of archives by their names, not by where they lie."""
+    """In this block errors call members of archives by their names, not by where they lie.
+
+    What was unpacked in it is gone afterwards.
+    """
+    unpacked: list[tuple[Path, str]] = []
+    outer = _here.set(unpacked)
     try:
         yield
     except PrismError as error:
@@ -85,6 +96,11 @@ def naming_members() -> Iterator[None]:
         error.where = error.where and _renamed(error.where)
         error.hint = error.hint and _renamed(error.hint)
         raise
+    finally:
+        _here.reset(outer)
+        for folder, begin in unpacked:
+            shutil.rmtree(folder, ignore_errors=True)
+            _unpacked.pop(begin, None)
 
 
 def _renamed(text: str) -> str:

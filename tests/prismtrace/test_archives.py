@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,19 @@ def test_members_are_converted(tmp_path, name, mode):
     assert [member.name for member in found] == ["run.0.et", "run.1.et"]
     _, report = run(tmp_path, path)
     assert (report.ranks, report.matched) == ((0, 1), {"by-order": 1})
+
+
+def test_nothing_stays_unpacked(tmp_path, monkeypatch):
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    whole = archive(tmp_path / "a.tgz", {"run.0.et": TRACE, "run.1.et": TRACE})
+    cut = archive(tmp_path / "b.tgz", {"run.0.et": TRACE[:-2]})
+    convert(whole, tmp_path / "out.parquet")
+    for path in (cut, whole, cut):
+        with pytest.raises(InputFileError, match="damaged"):
+            convert([path, cut], tmp_path / "out.parquet")
+    assert list(place.iterdir()) == []
 
 
 def test_members_are_known_again(tmp_path):
