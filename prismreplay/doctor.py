@@ -122,6 +122,7 @@ def examine() -> Report:
             _check_devices(torch),
             _check_cuda_python(),
             _check_moves(Path("/proc/driver/nvidia/version"), _version_of("cuda-core")),
+            _check_timed_runs(_version_of("cuda-core"), _version_of("cuda-bindings")),
         )
     )
 
@@ -283,6 +284,16 @@ def _driver_version(path: Path) -> str | None:
     # The first dotted number of the first line is the version, in both kernel-module flavours.
     match = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", text)
     return match[0] if match else ""
+
+
+def _check_timed_runs(cuda_core: str | None, bindings: str | None) -> Check:
+    """Can streams of a GPU be held until communications end in the virtual world?"""
+    label = "timed runs on GPUs"
+    found = f"cuda-core {cuda_core or 'not installed'}, cuda-bindings {bindings or 'not installed'}"
+    if cuda_core is None or bindings is None or cuda_core.startswith("0."):
+        hint = "pip install 'prismllm[cuda]'; collect, slice and run --early do without on GPUs"
+        return Check(label, Status.WARN, found, "gpu", hint)
+    return Check(label, Status.OK, found, "gpu")
 
 
 def _check_moves(driver: Path, cuda_core: str | None) -> Check:

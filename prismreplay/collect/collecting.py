@@ -21,9 +21,9 @@ from prismreplay.collect import stale
 from prismreplay.collect.coordinator import Coordinator, Counts
 from prismreplay.collect.executor import Executor
 from prismreplay.collect.gloo_order import FOLD_ORDER
-from prismreplay.collect.gpu_room import DEVICES, Room, find_room, visible_gpus
+from prismreplay.collect.gpu_room import Room, find_room, visible_gpus
 from prismreplay.collect.gpu_turns import GpuReport, GpuTurns
-from prismreplay.collect.gpus import Nvml, require_cuda_asleep
+from prismreplay.collect.gpus import DEVICES, Nvml, require_cuda_asleep
 from prismreplay.collect.handover import Place
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.pool import Job, Observed, RankProcess, preload, start_rank

@@ -8,12 +8,8 @@ from dataclasses import dataclass
 from prismreplay.collect.gpus import Gpu, Nvml, find_gpus
 from prismreplay.collect.rank_memory import swap_space
 from prismreplay.doctor import available_memory_bytes
-from prismtrace.schema import TraceHeader
 
-__all__ = ["DEVICES", "Room", "find_room", "ran_on_cpus", "visible_gpus"]
-
-DEVICES = "devices"
-"""In `TraceHeader.extra`, of jobs that were collected where there are GPUs: cpus if they use none."""
+__all__ = ["Room", "find_room", "visible_gpus"]
 
 GPU_SHARE = 0.85
 """Of a GPU's free memory, what ranks may take; the rest is for growth that nobody foresees."""
@@ -46,11 +42,6 @@ class Room:
         gpu = self.gpus[number]
         free = gpu.total_bytes - gpu.taken_bytes
         return int(free * GPU_SHARE) if self.gpu_bytes is None else min(self.gpu_bytes, free)
-
-
-def ran_on_cpus(header: TraceHeader) -> bool:
-    """Whether a job uses no GPU, though there were some when it was collected."""
-    return bool(header.extra.get(DEVICES) == "cpus")
 
 
 def visible_gpus() -> tuple[Gpu, ...]:

@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from prismreplay.errors import SwapError
+from prismtrace.schema import TraceHeader
 
-__all__ = ["Gpu", "Nvml", "find_gpus", "require_cuda_asleep"]
+__all__ = ["DEVICES", "Gpu", "Nvml", "find_gpus", "ran_on_cpus", "require_cuda_asleep"]
+
+DEVICES = "devices"
+"""In `TraceHeader.extra`, of jobs that were collected where there are GPUs: cpus if they use none."""
 
 _SUCCESS = 0
 _INSUFFICIENT_SIZE = 7
@@ -157,6 +161,11 @@ def find_gpus(nvml: Nvml | None, environment: Mapping[str, str] = os.environ) ->
             break
         found.append(Gpu(token, *memory))
     return tuple(found)
+
+
+def ran_on_cpus(header: TraceHeader) -> bool:
+    """Whether a job uses no GPU, though there were some when it was collected."""
+    return bool(header.extra.get(DEVICES) == "cpus")
 
 
 def require_cuda_asleep(after: str) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 from prismreplay.collect import stale
 from prismreplay.collect.collecting import limit_of_open_files, run_folder, uninterrupted
 from prismreplay.collect.executor import Executor
-from prismreplay.collect.gpu_room import DEVICES, ran_on_cpus, visible_gpus
-from prismreplay.collect.gpus import require_cuda_asleep
+from prismreplay.collect.gpu_room import visible_gpus
+from prismreplay.collect.gpus import DEVICES, ran_on_cpus, require_cuda_asleep
 from prismreplay.collect.handover import Files, Parcel, Place
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.messages import Channel

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prismreplay.collect import stale
-from prismreplay.collect.gpu_room import ran_on_cpus
-from prismreplay.collect.gpus import Nvml, find_gpus
+from prismreplay.collect.gpus import Nvml, find_gpus, ran_on_cpus
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.errors import SliceError
 from prismreplay.slicing.cutting import cut_to_steps

@@ -101,6 +101,21 @@ def test_moving_ranks_needs_a_driver_and_cuda_python(tmp_path, driver, core, sta
     assert (check.hint is None) == (status is Status.OK)
 
 
+@pytest.mark.parametrize(
+    ("core", "bindings", "status"),
+    [
+        ("1.2.0", "13.3.0", Status.OK),
+        ("0.7.0", "13.3.0", Status.WARN),
+        (None, "13.3.0", Status.WARN),
+        ("1.2.0", None, Status.WARN),
+    ],
+)
+def test_timed_runs_on_gpus_need_cuda_python(core, bindings, status):
+    check = doctor._check_timed_runs(core, bindings)
+    assert (check.status, check.needed_for) == (status, "gpu")
+    assert (check.hint is None) == (status is Status.OK)
+
+
 def test_devices_of_a_cuda_build():
     cuda = SimpleNamespace(
         device_count=lambda: 2,
