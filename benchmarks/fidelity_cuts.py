@@ -1,6 +1,6 @@
 """Recorded runs, cut into slices at random and merged again: how far from the recording?
 
-    python benchmarks/fidelity_cuts.py -o cuts.json                  120 cuts of every recording
+    python benchmarks/fidelity_cuts.py -o cuts.json                  102 cuts of every recording
     python benchmarks/fidelity_cuts.py -o cuts.json --only megatron    measured anew, the rest kept
     python benchmarks/fidelity_cuts.py -o cuts.json --table          the table of what is there
 
@@ -48,8 +48,9 @@ RECORDINGS = {
     "Nsight Systems, 2 × H100": SHARED / "nsys/mfu_2gpu_before.sqlite",
     **{f"h200/{path.name}": path for path in sorted(H200.iterdir())},
     "operation log ST": SHARED / "ops/straggler/trace-ST.parquet",
-    "operation log SE": SHARED / "ops/straggler/trace-SE.parquet",
+    "operation log SE, 8 steps": SHARED / "ops/straggler/trace-SE.parquet",
 }
+FIRST_STEPS = {"operation log SE, 8 steps": 8}
 CLOCKS = ("one", "several", "drifting")
 DRIFT_PPM = 100.0
 
@@ -167,9 +168,14 @@ def step_ends(nodes: pl.DataFrame) -> np.ndarray:
     )
 
 
-def truth_of(source: Path, folder: Path) -> Truth:
-    pt.convert(source, folder / "run.parquet")
-    whole = merge(folder / "run.parquet")
+def truth_of(name: str, source: Path, folder: Path) -> Truth:
+    path = folder / "run.parquet"
+    pt.convert(source, path)
+    if name in FIRST_STEPS:
+        run = pt.open(path)
+        path = folder / "begin.parquet"
+        pt.slice_out(run, path, steps=run.header.steps[: FIRST_STEPS[name]])
+    whole = merge(path)
     whole.write(folder / "whole.parquet")
     trace = pt.open(folder / "whole.parquet")
     uncut = synth.cut_into_slices(trace, folder / "uncut", [trace.header.ranks])
@@ -179,7 +185,7 @@ def truth_of(source: Path, folder: Path) -> Truth:
 def cuts_of(name: str, source: Path, count: int) -> Iterator[dict[str, Any]]:
     random = np.random.default_rng(list(name.encode()))
     with tempfile.TemporaryDirectory() as folder:
-        truth = truth_of(source, Path(folder))
+        truth = truth_of(name, source, Path(folder))
         for number in range(count):
             cut = random_cut(truth.trace.header.ranks, random, CLOCKS[number % len(CLOCKS)])
             with tempfile.TemporaryDirectory(dir=folder) as pieces:
@@ -226,7 +232,7 @@ def table(cuts: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--cuts", type=int, default=120)
+    parser.add_argument("--cuts", type=int, default=102)
     parser.add_argument("--only", default="", help="recordings whose names hold this")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
