@@ -4,8 +4,9 @@
 #
 #   benchmarks/gpu/run_all.sh [--only PART,PART] [--full] [--out FOLDER]
 #
-#   tests      all tests that need a GPU, but the plugin's (TESTS: paths in their place)
+#   tests      all tests that need a GPU, but those of plugin and runs (TESTS: paths in their place)
 #   plugin     the plugin's tests, compute-sanitizer beside them, its kernels measured
+#   runs       tests of jobs emulated and run, beside true ones
 #   record     what recording costs a step, against torch's profiler
 #   collect    many ranks on one GPU: same numbers, moves, context switches
 #   emulate    slices, plan and sandbox of GPTs, end to end
@@ -19,13 +20,13 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-out="${OUT:-gpu-results}" full=() only=tests,plugin,record,collect,emulate,vanilla,memory,peers
+out="${OUT:-gpu-results}" full=() only=tests,plugin,runs,record,collect,emulate,vanilla,memory,peers
 while (($#)); do
     case "$1" in
         --full) full=(--full) ;;
         --out) out="$2"; shift ;;
         --only) only="$2"; shift ;;
-        *) sed -n '2,20p' "${BASH_SOURCE[0]}"; exit 2 ;;
+        *) sed -n '2,22p' "${BASH_SOURCE[0]}"; exit 2 ;;
     esac
     shift
 done
@@ -93,13 +94,20 @@ sanitize() {
     return "$state"
 }
 
+# Files with tests that need a GPU: others need not even be imported.
+files_of() { grep -rlE 'mark\.(multi_)?gpu' "$@" --include='test_*.py' | sort; }
+
 part_tests() {
-    if [[ -n "${TESTS:-}" ]]; then
-        # shellcheck disable=SC2086  several paths
-        pytests tests 145 $TESTS
-    else
-        pytests tests 145 --ignore tests/prismreplay/plugin
-    fi
+    local files
+    files="${TESTS:-$(files_of tests | grep -vE '^tests/prismreplay/(plugin|run)/')}"
+    # shellcheck disable=SC2086  several paths
+    pytests tests 148 $files
+}
+part_runs() {
+    local files
+    files="${TESTS:-$(files_of tests/prismreplay/run)}"
+    # shellcheck disable=SC2086  several paths
+    pytests runs 148 $files
 }
 
 part_plugin() {
@@ -168,7 +176,7 @@ for number in "${!names[@]}"; do
     printf '%-12s %s\n' "${names[number]}" "${states[number]}"
     [[ "${states[number]}" == "exit 0 "* || "${states[number]}" == "not run: "* ]] || bad=1
 done
-for log in tests plugin-tests; do
+for log in tests plugin-tests runs; do
     [[ " ${names[*]} " == *" $log "* ]] &&
         grep -hE "^(FAILED|ERROR) |passed|failed" "$out/$log.log" | tail -15
 done
