@@ -91,6 +91,22 @@ class Connection:
             with self._sending:
                 self._asking -= 1
 
+    def begin_asking(self, name: str, *fields: Any) -> int:
+        """Send a question, and go on: `answer` waits for its answer. Does not give the turn up.
+
+        Raises:
+            UnsupportedOperationError: in a process that the rank has forked.
+        """
+        self._refuse_forks()
+        with self._sending:
+            self._requests += 1
+            self._send((name, self._requests, *fields), None)
+            return self._requests
+
+    def answer(self, request: int) -> tuple[Message, int | None]:
+        """Wait for the answer to a question; once for each."""
+        return self._answer(request)
+
     def await_turn(self) -> None:
         """Wait until the coordinator lets this rank begin."""
         self._answer(0)

@@ -13,14 +13,13 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
-from prismreplay.collect.handover import Parcel, bytes_of
-from prismreplay.collect.messages import pack_op
+from prismreplay.collect.handover import bytes_of
 from prismreplay.errors import PlanError, UnsupportedOperationError
+from prismreplay.run.device_fetching import Fetcher
 from prismreplay.run.device_numerics import alone, combine, mirror
 from prismreplay.run.device_shares import pieces_of
 from prismreplay.run.device_sources import DeviceSources, Way, follow_rule
@@ -95,11 +94,12 @@ class DeviceRole(SandboxRole):
         self._is_on_device = is_on_device
         self._launcher = Launcher(streams, timeline, self._perform, pace)
         self._recording = RecordRole(self.recorder, timeline)
+        self._fetcher = Fetcher(self.connection, follower, self._step)
         self._buffers = BufferPool(streams.buffers, streams.done)
         self._batches: dict[int, list[DeviceWork]] = {}
         self._virtual: dict[str, list[int]] = {}
         self._uses: dict[str, _Use] = {}
-        self._issuing_ns = self._fetching_ns = 0
+        self._issuing_ns = 0
         self._counts: Counter[str] = Counter()
 
     def make_real_group(self, group: Group, backends: dict[str, str]) -> Any:
@@ -169,8 +169,9 @@ class DeviceRole(SandboxRole):
             operations=self._counts["operations"],
             issuing_ns=self._issuing_ns,
             mirrored=self._counts["mirrored"],
-            fetched=self._counts["fetched"],
-            fetching_ns=self._fetching_ns,
+            fetched=self._fetcher.fetched,
+            fetched_late=self._fetcher.late,
+            fetching_ns=self._fetcher.waited_ns,
             peak_allocated_bytes=peak_allocated,
             peak_reserved_bytes=peak_reserved,
             outside_bytes=self._buffers.nbytes,
@@ -241,7 +242,7 @@ class DeviceRole(SandboxRole):
         if not pieces:
             combine(op, work.inputs, outputs, pieces, [])
             return
-        parcel = self._fetch(work)
+        parcel = self._fetcher.fetch(op, work.placed)
         sizes = [piece.elements * outputs[piece.output].element_size() for piece in pieces]
         places = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
         pair = self._buffers.take(places[-1])
@@ -260,18 +261,6 @@ class DeviceRole(SandboxRole):
         over = self._streams.new_event()
         self._streams.record(over, stream)
         self._buffers.give(pair, over)
-
-    def _fetch(self, work: DeviceWork) -> Parcel:
-        """Ask the hub for the virtual members' part; the device idles if it has nothing else."""
-        begun = time.monotonic_ns()
-        op, placed = work.op, work.placed
-        if op.call is Call.RECV and op.peer is None:
-            op = replace(op, peer=placed.peer)
-        op = replace(op, seq=placed.data_seq)
-        answer, file = self._connection.ask("virtual", pack_op(op, self._step()))
-        self._counts["fetched"] += 1
-        self._fetching_ns += time.monotonic_ns() - begun
-        return Parcel(answer[2], file, answer[3])
 
     def _backends_memory(self, op: Op) -> Any:
         """What NCCL's group allocates with torch for an operation, and keeps until it is over."""

@@ -176,6 +176,21 @@ class GraphFollower:
             self._go_on()
         return placed
 
+    def coming(self, op: Op, count: int) -> Iterator[_Node]:
+        """Nodes of the next operations like the one that was placed last: of its group, or messages
+        that go its way. If the program goes on beyond the graph, those of the last step again.
+        """
+        group = self.groups.get((op.group.ranks, op.group.label))
+        channel = self.channels.get(_channel_key(group or 0, op.call, op.peer))
+        if group is None or channel is None:
+            return
+        begin, end = channel.last
+        for number in range(channel.done, channel.done + count):
+            if number < end:
+                yield channel.nodes[number]
+            elif end > begin:
+                yield channel.nodes[begin + (number - end) % (end - begin)]
+
     @property
     def missing(self) -> int:
         """Operations of the graph that the program has not made."""

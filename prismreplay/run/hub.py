@@ -9,7 +9,8 @@ enter          ticket, packed operation, bytes or None, when,   (result, on `wai
                numbers of answers whose results are copied
 real           packed operation                                 -
 placed         where the next of these is in the graph          -
-virtual        packed operation, as a recording names it        (value, bytes, size)
+virtual        packed operation, as a recording names it;       (value, bytes, size)
+               whether the rank asks before it needs it
 device         a `DeviceSummary`, how the graph was followed,   -
                which groups were used
 step           a `StepMark`                                     -
@@ -112,9 +113,9 @@ class Hub(Service):
         elif name == "placed":
             self._hybrid.note_place(rank, message[1])
         elif name == "virtual":
-            _, number, packed, _ = message
+            _, number, packed, ahead = message
             op = unpack_op(packed, self._hybrid.groups_of(rank))
-            parcel = self._hybrid.share_for(rank, op)
+            parcel = self._hybrid.share_for(rank, op, ahead=ahead)
             answer = ("value", number, parcel.data, parcel.nbytes)
             self._hybrid.outbox.append(Sent(rank, answer, parcel))
         elif name == "device":

@@ -26,6 +26,7 @@ from prismreplay.run.timekeeping import Entry, Released, Timekeeper
 from prismreplay.run.virtual_members import VirtualMembers
 from prismreplay.runtime.operations import Call, Op
 from prismreplay.tensors.store_log import StoreReplay
+from prismtrace.errors import PrismError
 from prismtrace.ranks import format_ranks
 
 __all__ = ["GroupUse", "HybridCoordinator", "World"]
@@ -145,15 +146,23 @@ class HybridCoordinator(Coordinator):
         """Where the next operation is that a rank issues which follows its graph itself."""
         self._places[rank] = placed
 
-    def share_for(self, rank: int, op: Op) -> Parcel:
+    def share_for(self, rank: int, op: Op, *, ahead: bool = False) -> Parcel:
         """What virtual members give a rank that computes results itself.
+
+        Whoever asks `ahead` may err: then there is nothing in it.
 
         Raises:
             TensorRulesError, TensorRecordingError: what virtual ranks contribute.
         """
         virtual = [place for place, one in enumerate(op.group.ranks) if one in self._virtual]
+        try:
+            share = share_of(self._world.members, rank, op, virtual, self._world.place)
+        except PrismError:
+            if not ahead:
+                raise
+            return Parcel(None, None, 0)
         self.counts.supplied += 1
-        return share_of(self._world.members, rank, op, virtual, self._world.place)
+        return share
 
     def note_followed(
         self, rank: int, followed: Sequence[int], uses: Sequence[Sequence[Any]]

@@ -50,7 +50,8 @@ class DeviceSummary(NamedTuple):
     """A rank that computed on a GPU, at its end. Times in ns, sizes in bytes.
 
     `operations` on the GPU took `issuing_ns` of the host; `mirrored` of them had nothing but the
-    rank's own numbers to go by; for `fetched` ones the hub was asked, which took `fetching_ns`.
+    rank's own numbers to go by; for `fetched` ones the hub was asked, for `fetched_late` of these not
+    ahead of time, which kept the host for `fetching_ns` in all.
     `hold_*_ns` say by how much ends of operations were missed that lay ahead, `late` ones had passed
     when the GPU got to them, by `late_ns` in all. Peaks are since the program last reset them;
     `outside_bytes` of the GPU are the emulator's own, beside torch's.
@@ -61,6 +62,7 @@ class DeviceSummary(NamedTuple):
     issuing_ns: int = 0
     mirrored: int = 0
     fetched: int = 0
+    fetched_late: int = 0
     fetching_ns: int = 0
     holds: int = 0
     hold_median_ns: int = 0

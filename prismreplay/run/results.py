@@ -199,7 +199,7 @@ def report_of(
     counted = steps[1:] or steps
     interference = max((one.late_ns / max(1, one.emulated_ns) for one in counted), default=0.0)
     whole = sum(emulated.values()) or 1
-    late = (one.late_ns / whole for one in outcome.devices.values())
+    late = (max(one.late_ns, one.fetching_ns) / whole for one in outcome.devices.values())
     interference = max(interference, *late, 0.0)
     followers = outcome.world.followers.values()
     uses = outcome.coordinator.uses

@@ -170,6 +170,7 @@ def test_with_recorded_tensors_results_are_the_job_s(job, tmp_path):
         told = outcome.devices[rank]
         assert told.operations > 40
         assert told.fetched > 20
+        assert told.fetched_late < told.fetched - 5, "what comes again is asked for ahead"
         assert told.mirrored == 0
         assert told.peak_allocated_bytes == 150
         (mark, *_) = outcome.marks
