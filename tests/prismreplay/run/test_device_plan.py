@@ -116,7 +116,8 @@ def unrolled(rng, ranks, pattern, steps):
             edges.append(mine or [(0, 1)])
     for vertex in range(total - AFTER, total):
         members[vertex] = [int(rng.integers(ranks))]
-        edges.append([(int(rng.integers(1, vertex)), int(rng.integers(50))) for _ in range(3)])
+        some = [(int(rng.integers(1, vertex)), int(rng.integers(50))) for _ in range(3)]
+        edges.append([*some, (0, int(rng.integers(1500)))])
     unique = [dict(mine) for mine in edges]
     boundary = Boundary(
         kind=kinds,
