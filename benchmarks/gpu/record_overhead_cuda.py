@@ -265,8 +265,69 @@ def cost_of_a_mark() -> dict[str, float]:
         torch.cuda.synchronize()
         found["all_reduce_followed_us"] = each_us(follow, 300)
         torch.cuda.synchronize()
+        found |= cost_of_a_bucket(Path(folder), tensor)
         dist.destroy_process_group()
         timeline.close()
+    return found
+
+
+def cost_of_a_bucket(folder: Path, tensor) -> dict[str, float]:
+    """Microseconds of the host for each of 50 all-reduces that are waited for by futures, in the end,
+    as DDP does; all that recording does included, and what it does at the end of a step.
+    """
+    import torch
+    import torch.distributed as dist
+
+    import prismtrace as pt
+    from prismreplay.runtime.cuda_streams import CudaDevices, current_stream
+    from prismreplay.runtime.device_time import Timeline
+    from prismreplay.runtime.futures import FutureQueue
+    from prismreplay.runtime.graph_recorder import GraphRecorder
+    from prismreplay.runtime.operations import Group
+    from prismreplay.runtime.process_group import PrismProcessGroup
+    from prismreplay.runtime.recording import RecordRole
+
+    real, count = dist.group.WORLD, 50
+    options = dist.AllreduceOptions()
+    options.asyncOp = True
+    writer = pt.SpanWriter(folder / "bucket.spool")
+    timeline = Timeline(CudaDevices(), writer)
+    recorder = GraphRecorder(writer, timeline=timeline, current_stream=current_stream)
+    futures = FutureQueue(recorder.waits_together)
+    group, role = Group("0", (0,), 0, "nccl"), RecordRole(recorder, timeline)
+    ours = PrismProcessGroup(group, role, recorder, futures, None, {"cuda": "nccl"}, real=real)
+
+    def step(pg, finish) -> None:
+        works = [pg.allreduce([tensor], options) for _ in range(count)]
+        finish([work.get_future() for work in works])
+
+    def wait(waiting) -> None:
+        for future in waiting:
+            future.wait()
+
+    def wait_together(waiting) -> None:
+        futures._waiting += waiting
+        futures.finish_all()
+
+    def cost(pg, finish) -> tuple[float, float]:
+        issuing, ending = [], []
+        for _ in range(60):
+            begun = time.perf_counter()
+            step(pg, finish)
+            issuing.append((time.perf_counter() - begun) / count * 1e6)
+            torch.cuda.synchronize()
+            for clock in timeline._devices.values():
+                clock.pair()  # so that all is told at once
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            recorder.position.step_over()
+            ending.append((time.perf_counter() - begun) / count * 1e6)
+        return statistics.median(issuing[20:]), statistics.median(ending[20:])
+
+    found = {"bucket_us": cost(real, wait)[0]}
+    both = cost(ours, wait_together)
+    found["bucket_recorded_us"], found["bucket_at_the_end_of_a_step_us"] = both
+    recorder.finish()
     return found
 
 

@@ -31,7 +31,7 @@ LONGEST_NS = 4_000_000_000
 """Time since an event is a 32-bit float, in ms: later, it is off by more than half a microsecond."""
 MOST_MARKS = 4096
 """Marks that wait for their time; then the next pair of stamps is taken at once."""
-MEMORY_SHARE = 500
+MEMORY_SHARE = 2000
 """Asking the allocator may take one part in so many of the time."""
 LAST_WORDS_S = 6.0
 """How long the end of a program waits for its devices: they may never be done."""
