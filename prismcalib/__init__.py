@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from prismcalib.estimates import EstimateRange
     from prismcalib.graph import Graph
     from prismcalib.health import Finding, Health, device_health
+    from prismcalib.long_waits import LongWait, longest_waits
     from prismcalib.merge_result import MergeReport, MergeResult
     from prismcalib.merging import merge
     from prismcalib.nxgraph import to_networkx
@@ -81,6 +82,7 @@ __all__ = [
     "Finding",
     "Graph",
     "Health",
+    "LongWait",
     "MergeInputError",
     "MergeReport",
     "MergeResult",
@@ -112,6 +114,7 @@ __all__ = [
     "device_health",
     "find_stragglers",
     "graph_from_trace",
+    "longest_waits",
     "merge",
     "predict",
     "propagate",
@@ -133,6 +136,7 @@ _HOMES = {
     "estimates": ("EstimateRange",),
     "graph": ("Graph",),
     "health": ("Finding", "Health", "device_health"),
+    "long_waits": ("LongWait", "longest_waits"),
     "merge_result": ("MergeReport", "MergeResult"),
     "merging": ("merge",),
     "nxgraph": ("to_networkx",),

@@ -214,12 +214,14 @@ def require_all_ranks(rows: pl.DataFrame, header: TraceHeader) -> None:
     if len(present) == header.world_size:
         return
     groups = groups_lacking(set(present), header)
+    absent = absent_text(present, header.world_size)
     raise CoverageError(
         f"{len(present)} of {header.world_size} ranks present: "
-        f"ranks {absent_text(present, header.world_size)} missing"
+        f"{'rank' if absent.isdecimal() else 'ranks'} {absent} missing"
         + (f" (groups {groups})" if groups else ""),
         where=f"ranks={format_ranks(present)}",
-        hint="convert the files of all ranks of the job into one trace",
+        hint="convert the files of all ranks of the job into one trace; what `slice-out --ranks` "
+        "cut apart `prismtrace concat` joins again",
     )
 
 

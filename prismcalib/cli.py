@@ -12,6 +12,7 @@ from prismcalib.commands_compare import compare, health
 from prismcalib.commands_merge import merge
 from prismcalib.commands_report import report
 from prismcalib.commands_stragglers import stragglers
+from prismcalib.commands_waits import waits
 from prismcalib.commands_whatif import EditCommand, what_if
 from prismtrace.console import counted, new_app, print_json, progress, run, table
 
@@ -253,6 +254,7 @@ app.command("what-if", cls=EditCommand)(what_if)
 app.command()(compare)
 app.command()(health)
 app.command()(stragglers)
+app.command()(waits)
 app.command()(report)
 
 

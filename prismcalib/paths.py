@@ -20,6 +20,7 @@ from prismcalib.propagation import Timing, critical_arrays
 from prismcalib.rows import ranks_text
 from prismcalib.stall import missing_member_error
 from prismcalib.waiting import waiting_rows
+from prismcalib.wording import merge_first
 from prismtrace.schema import LOCAL_KINDS, TraceHeader, TraceKind
 from prismtrace.trace import Trace, open_trace
 
@@ -166,7 +167,7 @@ def calibrated_trace(
         raise MergeInputError(
             f"a {trace.header.kind} trace has no common timeline yet",
             where=", ".join(str(path) for path in trace.paths) or None,
-            hint="run `prismcalib merge` on it first and pass the result",
+            hint=merge_first(trace.header.kind),
         )
     require_own_columns(trace)
     return trace

@@ -31,7 +31,8 @@ def missing_member_error(graph: Graph) -> MissingMemberError | None:
         f"present: {names}{others}",
         where=f"instance={instance}",
         hint="the absent ranks were not recorded, or their recording ends earlier: "
-        "add their slices or cut all ranks to the same steps",
+        "add their slices or cut all ranks to the same steps; ranks that were cut out of a whole "
+        "trace are asked about in that one",
         instance=instance,
         rows=tuple(int(row) for row in rows),
     )

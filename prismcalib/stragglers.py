@@ -42,7 +42,7 @@ from prismcalib.step_times import (
     warmup_of,
 )
 from prismcalib.steps import step_numbers
-from prismcalib.wording import RankNames
+from prismcalib.wording import RankNames, merge_first
 from prismtrace.schema import TraceHeader, TraceKind
 from prismtrace.trace import Trace, open_trace
 
@@ -253,7 +253,7 @@ def _require_transfers(trace: Trace, graph: Graph, nodes: Tables) -> None:
     raise MergeInputError(
         f"a {kind} trace does not tell how long operations took without waiting",
         where=", ".join(str(path) for path in trace.paths) or None,
-        hint="run `prismcalib merge` on it first and pass the result",
+        hint=merge_first(kind),
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prismtrace.ranks import parse_ranks
-from prismtrace.schema import TraceHeader
+from prismtrace.schema import TraceHeader, TraceKind
 
 __all__ = [
     "PART_MEANINGS",
     "RankNames",
     "idle_inside",
+    "merge_first",
     "parts_of_spans",
     "percent_text",
     "share_text",
@@ -21,6 +22,19 @@ PART_MEANINGS = (
     "saves: share of the step without launch delays that goes if only this part is like its peers",
 )
 """What the two numbers of a part mean, wherever they are shown."""
+
+
+def merge_first(kind: TraceKind) -> str:
+    """What to do before a trace of this kind can be asked about time."""
+    if kind == TraceKind.BARE:
+        return (
+            "a bare graph has no times: record the program (`prismreplay record`) or measure its "
+            "slices (`prismreplay slice`), and merge what that writes; `prismcalib check` and "
+            "`prismtrace info` take it as it is"
+        )
+    if kind == TraceKind.SLICE:
+        return "merge all slices of the job (`prismcalib merge SLICES`) and pass the result"
+    return "run `prismcalib merge` on it first and pass the result"
 
 
 def idle_inside(header: TraceHeader) -> str:

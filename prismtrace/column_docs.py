@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prismtrace.schema import Node, column_types, nullable_columns
+from prismtrace.schema import Node, TraceHeader, column_types, nullable_columns
 
 __all__ = ["EXTRA_COLUMNS", "FILLED_BY_MERGE", "columns_page"]
 
@@ -63,6 +63,13 @@ Names that start with `x_` are no part of the format; every command hands them o
 welcome. These are known:
 """
 
+_HEADER = """\
+## The header
+
+`prismtrace.open(path).header` has these fields; `.groups` of a trace are its process groups, to go
+through or, as `.groups.df`, as a table to join with.
+"""
+
 
 def columns_page() -> str:
     """The page as Markdown."""
@@ -72,12 +79,22 @@ def columns_page() -> str:
         "|---|---|---|---|",
     ]
     for name, column in column_types().items():
-        text = " ".join((Node.model_fields[name].description or "").replace("``", "`").split())
-        text = text.replace("|", "\\|")
+        text = _meaning(Node.model_fields[name].description)
         null = "before merge" if name in FILLED_BY_MERGE else "yes" if name in nullable else "never"
         values = "" if column.values is None else f" One of {', '.join(column.values)}."
         rows.append(f"| `{name}` | {column.name} | {null} | {text}{values} |")
     extra = ["| column | written by | meaning |", "|---|---|---|"]
     extra += [f"| `{name}` | {by} | {text} |" for name, (by, text) in EXTRA_COLUMNS.items()]
+    header = ["| field | meaning |", "|---|---|"]
+    header += [
+        f"| `{name}` | {_meaning(field.description)} |"
+        for name, field in TraceHeader.model_fields.items()
+    ]
     empty = ", ".join(f"`{name}`" for name in FILLED_BY_MERGE)
-    return "\n".join([_INTRODUCTION.format(empty=empty), *rows, "", _EXTRA, *extra, ""])
+    return "\n".join(
+        [_INTRODUCTION.format(empty=empty), *rows, "", _EXTRA, *extra, "", _HEADER, *header, ""]
+    )
+
+
+def _meaning(description: str | None) -> str:
+    return " ".join((description or "").replace("``", "`").split()).replace("|", "\\|")

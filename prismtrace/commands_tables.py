@@ -283,7 +283,9 @@ def slice_out(
         console.print_json(report)
         return
     print(f"kept {report.nodes:,} of {report.nodes_before:,} nodes, ", end="")
-    print(f"ranks {format_ranks(report.ranks)}, steps {format_ranks(report.steps) or 'not marked'}")
+    print(
+        f"ranks {format_ranks(report.ranks)}, steps {format_ranks(report.steps, strided=False) or 'not marked'}"
+    )
     if report.cut_dependencies:
         print(f"cut {report.cut_dependencies:,} dependencies on nodes that were left out")
     if report.cut_partners:
@@ -337,7 +339,9 @@ def concat(
         console.print_json(report)
         return
     print(f"joined {console.counted(report.pieces, 'piece')}: {report.nodes:,} nodes, ", end="")
-    print(f"ranks {format_ranks(report.ranks)}, steps {format_ranks(report.steps) or 'not marked'}")
+    print(
+        f"ranks {format_ranks(report.ranks)}, steps {format_ranks(report.steps, strided=False) or 'not marked'}"
+    )
     if report.linked:
         print(f"added {report.linked:,} edges between nodes that follow each other on a stream")
     console.announce_output(output)

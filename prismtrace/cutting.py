@@ -129,6 +129,10 @@ def slice_out(
     )
 
 
+def _steps_text(steps: Sequence[int]) -> str:
+    return format_ranks(steps, strided=False)
+
+
 def _chosen(
     header: TraceHeader,
     ranks: Sequence[int] | None,
@@ -139,11 +143,17 @@ def _chosen(
     require_ranks(header, ranks or (), where)
     lacking = sorted(set(steps or ()) - set(header.steps))
     if lacking:
-        has = f"steps {format_ranks(header.steps)}" if header.steps else "no steps marked"
+        there = sorted(set(steps or ()) & set(header.steps))
+        one = len(lacking) == 1
         raise StepError(
-            f"steps {format_ranks(lacking)} are not in the trace",
+            f"step{'' if one else 's'} {_steps_text(lacking)} {'is' if one else 'are'} not in the "
+            "trace",
             where=where,
-            hint=f"it has {has}",
+            hint=f"of those it has {_steps_text(there)}"
+            if there
+            else f"it has steps {_steps_text(header.steps)}"
+            if header.steps
+            else "it has no steps marked",
         )
     return tuple(sorted(set(header.ranks if ranks is None else ranks)))
 

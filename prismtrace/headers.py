@@ -19,7 +19,7 @@ from prismtrace.errors import (
     ValidationError,
 )
 from prismtrace.input_files import files_of, is_text, require_readable, unreadable
-from prismtrace.ranks import format_ranks
+from prismtrace.ranks import name_ranks
 from prismtrace.schema import FORMAT_VERSION, TraceHeader
 
 __all__ = [
@@ -106,9 +106,9 @@ def require_ranks(header: TraceHeader, ranks: Iterable[int], where: str | None) 
     absent = sorted(set(ranks) - set(header.ranks))
     if absent:
         raise RankError(
-            f"ranks {format_ranks(absent)} are not in the trace",
+            f"{name_ranks(absent)} {'is' if len(absent) == 1 else 'are'} not in the trace",
             where=where,
-            hint=f"it has ranks {format_ranks(header.ranks)}",
+            hint=f"it has {name_ranks(header.ranks)}",
         )
 
 
@@ -140,7 +140,8 @@ def _header_text(path: PathLike) -> str:
         raise SourceFormatError(
             "a Parquet file without PrismTrace header",
             where=where,
-            hint="only files that prismtrace, prismcalib or prismreplay wrote can be opened",
+            hint="only files that prismtrace, prismcalib or prismreplay wrote can be opened; an "
+            "operation-level log is converted first: prismtrace convert LOG -o log.parquet",
         )
     return metadata[METADATA_KEY]
 

@@ -41,6 +41,10 @@ def files_of(
             entry for entry in path.iterdir() if entry.name.endswith(suffixes) or also(entry)
         )
         if not found:
+            inner = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+            if inner:
+                hint += f"; the folders in it are not looked into: {', '.join(inner[:4])}"
+                hint += f" and {len(inner) - 4} more" if len(inner) > 4 else ""
             raise InputFileError(f"the folder holds no {what}", where=str(path), hint=hint)
         return found
     if path.exists() or not glob.has_magic(str(item)):

@@ -269,27 +269,37 @@ class TraceHeader(_Model):
     model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True)
 
     format_version: str = FORMAT_VERSION
+    """Version of the format; see schema evolution."""
     kind: TraceKind
+    """How the timing came about: recorded, bare (none), slice or calibrated."""
     world_size: Annotated[int, Field(ge=1, le=MOST_RANKS)]
     """Ranks of the job, present or not."""
     ranks: RankList
+    """Ranks that have rows; in files as text such as ``0-7``."""
     axes: dict[str, Annotated[int, Field(ge=1)]] = {}
     """Sizes of the parallel axes, where known: tp, pp, dp, cp, ep."""
     groups: tuple[ProcessGroup, ...] = ()
+    """Process groups: id, name, desc, and ranks in group-rank order."""
     streams: dict[int, str] = {}
     """Logical stream -> what the source called it (CUDA stream id, thread)."""
     clock: tuple[ClockDomain, ...] = ()
+    """Clocks that stamped the times: their ranks, host, source, offset and its uncertainty."""
     slice: SliceInfo | None = None
+    """Of a slice: which part of a campaign it is."""
     symmetry: dict[int, int] | None = None
     """Rank -> representative rank, when identical data-parallel replicas are folded."""
     steps: tuple[int, ...] = ()
     """Numbers of the training steps, as the program counted them."""
     fold_order: str | None = None
+    """In which order results of reductions were added up over ranks, where it is known."""
     created_by: str = ""
+    """Command and version that wrote the trace first."""
     sources: tuple[str, ...] = ()
+    """Names of the files it was converted from."""
     policies: dict[str, int] = {}
     """What was repaired, dropped or assumed, and how many times."""
     extra: dict[str, Any] = {}
+    """Notes of commands, such as the report of a merge; not part of the format."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -28,7 +28,7 @@ from prismtrace.errors import (
 )
 from prismtrace.headers import METADATA_KEY, PathLike, read_header, read_headers, trace_files
 from prismtrace.output import atomic_output
-from prismtrace.ranks import format_ranks, parse_ranks
+from prismtrace.ranks import format_ranks, name_ranks, parse_ranks
 from prismtrace.reading import reading
 from prismtrace.schema import (
     CALIBRATED_COLUMNS,
@@ -36,6 +36,7 @@ from prismtrace.schema import (
     P2P_KINDS,
     ColumnType,
     EdgeKind,
+    ProcessGroup,
     TraceHeader,
     TraceKind,
     column_types,
@@ -82,9 +83,15 @@ def _polars_type(column: ColumnType) -> pl.DataType:
 
 @dataclass(frozen=True)
 class GroupTable:
-    """The header's process groups as a table."""
+    """The header's process groups: one after the other, or as a table."""
 
     header: TraceHeader
+
+    def __iter__(self) -> Iterator[ProcessGroup]:
+        return iter(self.header.groups)
+
+    def __len__(self) -> int:
+        return len(self.header.groups)
 
     @property
     def df(self) -> pl.DataFrame:
@@ -122,6 +129,16 @@ class Trace:
     paths: tuple[Path, ...] = ()
     parts: tuple[Part, ...] = ()
 
+    def __repr__(self) -> str:
+        """The trace in a line: a header may list thousands of groups."""
+        header = self.header
+        files = f", {len(self.paths)} files, the first {self.paths[0]}" if self.paths else ""
+        files = f", {self.paths[0]}" if len(self.paths) == 1 else files
+        return (
+            f"<{header.kind} Trace, {name_ranks(header.ranks)} of {header.world_size}, "
+            f"{len(header.groups)} process groups{files}>"
+        )
+
     @classmethod
     def open(cls, source: PathLike | Sequence[PathLike]) -> Trace:
         """Open a file, a folder, a glob pattern or a list of files; see `open_trace`."""
@@ -129,7 +146,7 @@ class Trace:
 
     @property
     def groups(self) -> GroupTable:
-        """The process groups; `.df` is a table."""
+        """The process groups, to go through; `.df` is a table."""
         return GroupTable(self.header)
 
     def ranks(self, ranks: Iterable[int]) -> Trace:

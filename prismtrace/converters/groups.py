@@ -297,7 +297,6 @@ class GroupBook:
                 rank,
                 f"{comm.kind} names no process group, and the rank seems to be in several: it "
                 f"communicates on {comm.communicators} streams",
-                (),
             )
         if not candidates and comm.group_size in (None, self.world_size):
             # Nothing in the file says otherwise: one group that spans the job.
@@ -311,6 +310,7 @@ class GroupBook:
                 f"{comm.kind} names no process group and "
                 + (f"{len(sets)} fit" if sets else "none of its size is known"),
                 candidates,
+                message_of_two=comm.kind.is_p2p,
             )
         named = [key for key in candidates if key.ranks == sets[0]]
         return self._nth_local(rank, comm, named)
@@ -327,7 +327,14 @@ class GroupBook:
             return named[nth]
         return GroupKey(named[0].ranks, f"{named[0].name}#{nth}")
 
-    def _refusal(self, rank: int, message: str, candidates: Iterable[GroupKey]) -> GroupError:
+    def _refusal(
+        self,
+        rank: int,
+        message: str,
+        candidates: Iterable[GroupKey] = (),
+        *,
+        message_of_two: bool = False,
+    ) -> GroupError:
         names = [
             f"{key.name!r}"
             + (f" ({self._desc[key]})" if key in self._desc else "")
@@ -345,6 +352,12 @@ class GroupBook:
             )
         elif self.counts["group-from-flight-recorder"]:
             hint = f"nothing in the trace or in the dumps tells them apart; {keep}"
+        elif message_of_two:
+            hint = (
+                "nothing in the trace tells them apart, nor would dumps of the flight recorder: keep "
+                "sends and receives as local spans with --unmatched keep; such dumps, as further "
+                "inputs, then tell the groups of collectives"
+            )
         else:
             hint = (
                 "nothing in the trace tells them apart; dumps of the job's flight recorder, as "

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prismtrace.converters.archives import is_archive, members_of, name_of
-from prismtrace.converters.sniff import is_dump
+from prismtrace.converters.sniff import is_dump, is_operation_level
 from prismtrace.errors import InputFileError, RankError
 from prismtrace.input_files import files_of, require_readable, unreadable
 
@@ -18,6 +18,7 @@ PathLike = str | os.PathLike[str]
 
 _SUFFIXES = (".json", ".json.gz", ".et", ".et.gz", ".sqlite")
 _ARCHIVES = (".tgz", ".tar.gz", ".tar")
+_TABLES = (".parquet", ".csv")
 
 _ET = r"[._-](\d+)\.et(?:\.gz)?$"
 _RANK_IN_NAME = (r"rank[-_]?(\d+)", r"worker[-_]?(\d+)", r"_(\d+)\.(?:json|sqlite)", _ET)
@@ -26,7 +27,8 @@ _RANK_IN_NAME = (r"rank[-_]?(\d+)", r"worker[-_]?(\d+)", r"_(\d+)\.(?:json|sqlit
 def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
     """Files, folders, glob patterns and archives as a list of files.
 
-    Of folders and archives those count that end like a trace (`_SUFFIXES`).
+    Of folders and archives those count that end like a trace (`_SUFFIXES`); of folders also
+    flight-recorder dumps and operation-level logs.
 
     Raises:
         InputFileError: a path does not exist or a folder holds no trace.
@@ -38,9 +40,10 @@ def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
             paths += files_of(
                 item,
                 (*_SUFFIXES, *_ARCHIVES),
-                what="trace (.json, .json.gz, .et, .et.gz or .sqlite, or an archive of them)",
+                what="trace (.json, .json.gz, .et, .et.gz or .sqlite, or an archive of them) and no "
+                "operation-level log",
                 hint="name the folder or the files that the profiler wrote",
-                also=_is_nameless_dump,
+                also=_is_told_by_content,
             )
         except OSError as error:
             raise unreadable(item, error) from error
@@ -64,8 +67,10 @@ def _members(path: Path) -> list[Path]:
     return members_of(path, _SUFFIXES)
 
 
-def _is_nameless_dump(path: Path) -> bool:
-    """Whether it is a flight-recorder dump, as torch calls it: without an ending."""
+def _is_told_by_content(path: Path) -> bool:
+    """Whether it is a flight-recorder dump, as torch calls it: without an ending; or a log."""
+    if path.name.endswith(_TABLES):
+        return path.is_file() and is_operation_level(path)
     return "." not in path.name and is_dump(path)
 
 

@@ -285,7 +285,7 @@ def test_impossible_times_are_refused(make_run, columns, text):
 def test_absent_ranks_are_refused(make_run):
     run = make_run()
     trace = Trace(header=run.header, nodes=run.trace.nodes.filter(pl.col("rank") != 1))
-    with pytest.raises(CoverageError, match="3 of 4 ranks present: ranks 1 missing"):
+    with pytest.raises(CoverageError, match="3 of 4 ranks present: rank 1 missing"):
         merge(trace)
 
 

@@ -57,7 +57,7 @@ def test_a_recommendation_step(recorded):
     ("name", "text"),
     [
         ("edge-cases/cpu_only_rank-34.json.gz", "1 of 300 ranks present: ranks 0-33, 35-299"),
-        ("edge-cases/nccl_metadata_base_time_last.json.gz", "1 of 2 ranks present: ranks 1 miss"),
+        ("edge-cases/nccl_metadata_base_time_last.json.gz", "1 of 2 ranks present: rank 1 missing"),
     ],
 )
 def test_partial_runs_are_refused(recorded, name, text):

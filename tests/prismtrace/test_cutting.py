@@ -166,7 +166,7 @@ def test_every_piece_is_a_valid_trace(
 
 
 def test_what_is_not_there(run: Trace, piece: Path) -> None:
-    with pytest.raises(RankError, match="ranks 9 are not in the trace") as caught:
+    with pytest.raises(RankError, match="rank 9 is not in the trace") as caught:
         pt.slice_out(run, piece, ranks=[1, 9])
     assert caught.value.hint == "it has ranks 0-7"
     with pytest.raises(StepError, match="steps 8-9 are not in the trace") as step:

@@ -255,6 +255,19 @@ def test_unreadable_file(job, tmp_path):
 # --- tables ---------------------------------------------------------------------------
 
 
+def test_groups_one_after_the_other(job):
+    assert [group.name for group in job.groups] == ["world"]
+    assert len(job.groups) == 1
+
+
+def test_a_trace_is_shown_in_a_line(job, tmp_path):
+    assert repr(job) == "<calibrated Trace, ranks 0-1 of 2, 1 process groups>"
+    pt.write(job, tmp_path / "a.parquet")
+    assert repr(pt.open(tmp_path / "a.parquet")).endswith(
+        "1 process groups, " + str(tmp_path / "a.parquet>")
+    )
+
+
 def test_groups_as_a_table(job):
     assert job.groups.df.to_dicts() == [
         {"id": 0, "name": "world", "desc": "", "size": 2, "ranks": [0, 1]}

@@ -143,7 +143,8 @@ def _places(
     if differs.any():
         raise RankError(
             f"rank {number[rank[differs].min()]} is at two places of the grid: its rows differ in {column}",
-            hint="say with --columns which columns hold stage, data- and tensor-parallel rank",
+            hint="say with --columns which columns hold stage, data- and tensor-parallel rank; logs "
+            "of different jobs are converted one by one",
         )
     distinct, position = np.unique(of_rank, return_inverse=True)
     return len(distinct), position.astype(np.int64)

@@ -1,0 +1,63 @@
+"""The command `prismcalib waits`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prismtrace.console import counted, print_json, progress, table
+
+__all__ = ["waits"]
+
+
+def waits(
+    trace: Annotated[
+        Path, typer.Argument(readable=False, help="Trace that `prismcalib merge` wrote.")
+    ],
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Communications to show.")] = 10,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """The longest waits: in which communication, for which rank, and what that one did meanwhile.
+
+    One line for each communication, with the member that waited longest. A rank that arrives
+    last may have waited for another one itself: then look at that wait.
+
+    Example: prismcalib waits aligned.parquet --limit 20
+    """
+    from prismcalib.durations import format_ns
+    from prismcalib.long_waits import longest_waits
+    from prismcalib.paths import calibrated_trace
+    from prismcalib.wording import RankNames
+
+    opened = calibrated_trace(trace)
+    with progress("looking at waits"):
+        found = longest_waits(opened, limit=limit)
+    if json:
+        print_json([one.as_dict() for one in found])
+        return
+    if not found:
+        print("nobody waits for anybody")
+        return
+    names = RankNames.of(opened.header)
+    table(
+        "longest waits, one line for each communication; behind the rank that arrived last, what it "
+        "did meanwhile",
+        (
+            *("wait", *names.heads, "step", "phase", "kind", "group", "seq", "waiting"),
+            *("for rank", *names.heads[1:]),
+            *("computed", "waited itself", "else", "longest span"),
+        ),
+        [
+            (
+                *(format_ns(one.wait_ns), *names.cells(one.rank)),
+                *(one.step, one.phase, one.kind, one.group, one.seq),
+                counted(one.waiting, "rank"),
+                *names.cells(one.last),
+                *map(format_ns, (one.computed_ns, one.waited_ns, one.other_ns)),
+                one.longest,
+            )
+            for one in found
+        ],
+    )
