@@ -220,7 +220,7 @@ def _rank_main(job: Job, rank: int, streams: Streams, channel: Channel) -> int:
     if gpu is not None:
         from prismreplay.collect.virtual_gpus import show_gpus
 
-        show_gpus(job.local_world_size, gpu)
+        show_gpus(job.local_world_size, gpu, timed=bool(job.placed))
     observed = job.observe(rank)
     return _run(job, connection, observed)
 

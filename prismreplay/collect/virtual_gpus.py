@@ -8,6 +8,11 @@ the one GPU. Tensors say that they are on cuda:0.
 What cannot be made to work: a rank that computes on several GPUs; code that looks for a tensor's
 device number, or that gives numbers to CUDA past torch; Python threads that the program starts and
 that name a device by number. With one rank a host nothing is replaced.
+
+There are two ways to do it. Where times do not matter, torch shows us every operator (a function
+mode), which costs the host some microseconds each. Where they do, only what makes devices and
+takes them is replaced: `torch.device`, the functions that make tensors, and the methods that move
+them. Names of devices that are given to other operators are then not seen.
 """
 
 from __future__ import annotations
@@ -23,16 +28,28 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["VirtualGpus", "show_gpus"]
 
+_DEVICE: Any = torch.device
+_MAKERS = (
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace"),
+    *("logspace", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor"),
+    *("zeros",),
+)
+_LIKE = (
+    *("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like"),
+    "zeros_like",
+)
+_NEW = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 _NUMBERED = frozenset({torch.Tensor.cuda, torch.Tensor.to})
 """Methods that take a device as a plain number."""
 
 
-def show_gpus(count: int, token: str) -> VirtualGpus:
+def show_gpus(count: int, token: str, *, timed: bool = False) -> VirtualGpus:
     """From now on this process sees `count` GPUs, all of which are the one that `token` names.
 
-    Call it before the process uses CUDA, and before the program runs.
+    Call it before the process uses CUDA, and before the program runs. `timed`: what operators cost
+    the host matters.
     """
-    shown = VirtualGpus(count, token)
+    shown = VirtualGpus(count, token, timed=timed)
     if count > 1:
         shown.install()
     return shown
@@ -45,10 +62,12 @@ class VirtualGpus(TorchFunctionMode):  # type: ignore[misc]
         count: GPUs to be seen.
         token: the real one, as CUDA_VISIBLE_DEVICES names it.
         real: what devices of any number mean.
+        timed: do without a function mode.
     """
 
-    def __init__(self, count: int, token: str, real: Any = None) -> None:
+    def __init__(self, count: int, token: str, real: Any = None, *, timed: bool = False) -> None:
         super().__init__()
+        self._timed = timed
         self._count = count
         self._token = token
         self._real = torch.device("cuda", 0) if real is None else real
@@ -68,6 +87,9 @@ class VirtualGpus(TorchFunctionMode):  # type: ignore[misc]
         self._replace(torch.load, self._mapped_load(torch.load))
         self._undo.append(functools.partial(setattr, torch, "Generator", torch.Generator))
         torch.Generator = self._generator_class()
+        if self._timed:
+            self._replace_operators()
+            return
         self.__enter__()
         self._undo.append(lambda: self.__exit__(None, None, None))
 
@@ -101,11 +123,68 @@ class VirtualGpus(TorchFunctionMode):  # type: ignore[misc]
         return self._translated_device(device)
 
     def _translated_device(self, one: Any) -> Any:
-        if isinstance(one, torch.device) and one.type == "cuda" and one.index:
+        if isinstance(one, _DEVICE) and one.type == "cuda" and one.index:
             return self._real
         return one
 
     # --- replacements -----------------------------------------------------------------
+
+    def _replace_operators(self) -> None:
+        """Those that take devices most; `torch.device` gives the real one for others."""
+        for name in (*_MAKERS, *_LIKE):
+            if hasattr(torch, name):
+                self._set(torch, name, self._translating(getattr(torch, name)))
+        for name in _NEW:
+            self._set(torch.Tensor, name, self._translating(getattr(torch.Tensor, name)))
+        for name in ("to", "cuda"):
+            self._set(torch.Tensor, name, self._moving(getattr(torch.Tensor, name)))
+        self._set(torch, "device", self._device_class())
+
+    def _translating(self, operator: Callable[..., Any]) -> Callable[..., Any]:
+        translate = self.translate
+
+        @functools.wraps(operator)
+        def translated(*arguments: Any, **keywords: Any) -> Any:
+            if "device" in keywords:
+                keywords["device"] = translate(keywords["device"])
+            return operator(*arguments, **keywords)
+
+        return translated
+
+    def _moving(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        translate = self.translate
+
+        @functools.wraps(method)
+        def moved(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
+            if arguments:
+                arguments = (translate(arguments[0]), *arguments[1:])
+            if "device" in keywords:
+                keywords["device"] = translate(keywords["device"])
+            return method(tensor, *arguments, **keywords)
+
+        return moved
+
+    def _device_class(self) -> Any:
+        real, translated = torch.device, self._translated_device
+
+        class AnyDevice(type):
+            """Torch's own devices are instances, too."""
+
+            def __instancecheck__(cls, instance: Any) -> bool:
+                return isinstance(instance, real)
+
+        class device(metaclass=AnyDevice):  # noqa: N801  pickles name it
+            """A device; of GPUs, the real one."""
+
+            def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
+                return translated(real(*arguments, **keywords))
+
+        device.__module__, device.__qualname__ = "torch", "device"
+        return device
+
+    def _set(self, owner: Any, name: str, new: Any) -> None:
+        self._undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+        setattr(owner, name, new)
 
     def _device_count(self) -> int:
         return self._count

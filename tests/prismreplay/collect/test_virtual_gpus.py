@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 
 import pytest
@@ -39,8 +40,31 @@ def test_every_number_means_the_one_gpu():
     assert distributed._get_device_index(6, True) == 0
 
 
-@pytest.mark.usefixtures("shown")
-def test_operators_compute_on_it():
+@pytest.fixture
+def shown_timed():
+    """The same, without a function mode."""
+    real = torch.device
+    shown = VirtualGpus(8, "3", torch.device("cpu"), timed=True)
+    shown.install()
+    yield shown
+    shown.remove()
+    assert torch.device is real
+    assert torch.zeros(1, device="cpu").to("cpu").device.type == "cpu"
+
+
+@pytest.mark.usefixtures("shown_timed")
+def test_without_a_function_mode_devices_are_the_one_gpu():
+    device = torch.device("cuda", 5)
+    assert isinstance(device, torch.device)
+    assert pickle.loads(pickle.dumps(device)) == device
+    assert torch.device("meta").type == "meta"
+    assert torch.cuda.device_count() == 8
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+@pytest.mark.parametrize("how", ["shown", "shown_timed"])
+def test_operators_compute_on_it(how, request):
+    request.getfixturevalue(how)
     device = torch.device("cuda", 5)
     found = [
         torch.zeros(2, device=device),
