@@ -22,7 +22,13 @@ from prismreplay.errors import PlanError, UnsupportedOperationError
 from prismreplay.run.device_fetching import Fetcher
 from prismreplay.run.device_numerics import alone, combine, mirror
 from prismreplay.run.device_shares import pieces_of
-from prismreplay.run.device_sources import DeviceSources, Way, follow_rule
+from prismreplay.run.device_sources import (
+    MIRROR,
+    NOTHING,
+    DeviceSources,
+    Way,
+    follow_rule,
+)
 from prismreplay.run.device_spinning import DevicePace
 from prismreplay.run.device_streams import Streams
 from prismreplay.run.device_work import DeviceWork, Launcher, is_asynchronous
@@ -100,7 +106,7 @@ class DeviceRole(SandboxRole):
         self._virtual: dict[str, list[int]] = {}
         self._uses: dict[str, _Use] = {}
         self._issuing_ns = 0
-        self._counts: Counter[str] = Counter()
+        self._operations = self._mirrored = 0
 
     def make_real_group(self, group: Group, backends: dict[str, str]) -> Any:
         """NCCL's own, of ranks that are all in the sandbox; else as on CPUs."""
@@ -166,9 +172,9 @@ class DeviceRole(SandboxRole):
         _, peak_reserved, peak_allocated = self._streams.memory()
         summary = DeviceSummary(
             rank=self.rank,
-            operations=self._counts["operations"],
+            operations=self._operations,
             issuing_ns=self._issuing_ns,
-            mirrored=self._counts["mirrored"],
+            mirrored=self._mirrored,
             fetched=self._fetcher.fetched,
             fetched_late=self._fetcher.late,
             fetching_ns=self._fetcher.waited_ns,
@@ -203,15 +209,20 @@ class DeviceRole(SandboxRole):
         self._launcher.launch(works)
 
     def _perform(self, works: Sequence[DeviceWork], stream: StreamKey) -> None:
-        """Put operations into a stream, which is current."""
-        self._counts["operations"] += len(works)
+        """Put operations into a stream."""
+        self._operations += len(works)
         ways = [self._way(work.op) for work in works]
+        for way in ways:
+            self._mirrored += way is MIRROR
+        computes = any(map(_computes, works, ways))
         held = None
         if self._pacer is not None:
-            computes = any(map(_computes, works, ways))
             held = self._pacer.arrive(works, self._streams.handle(stream), computes=computes)
-        for work, way in zip(works, ways, strict=True):
-            self._compute(work, way, stream)
+        if computes:
+            with self._streams.using(stream):
+                for work, way in zip(works, ways, strict=True):
+                    if work.outputs:
+                        self._compute(work, way, stream)
         if held is not None and self._pacer is not None:
             self._pacer.hold(held)
 
@@ -232,7 +243,6 @@ class DeviceRole(SandboxRole):
         elif way.kind == "rule":
             follow_rule(way, op, inputs, outputs, self._streams)
         elif way.kind == "mirror":
-            self._counts["mirrored"] += 1
             mirror(op, inputs, outputs, self._streams.noise)
 
     def _combine(self, work: DeviceWork, outputs: Sequence[Tensor], stream: StreamKey) -> None:
@@ -324,9 +334,11 @@ class DeviceRole(SandboxRole):
 def _computes(work: DeviceWork, way: Way | None) -> bool:
     """Whether the device has to compute something for an operation's result."""
     op = work.op
-    if way is None or not work.outputs or way.kind == "nothing":
+    if not work.outputs or way is NOTHING:
         return False
-    if way.kind == "mirror":
+    if way is None:
+        return not (work.inputs is work.outputs and op.premul_factor is None)
+    if way is MIRROR:
         if op.call is Call.BROADCAST:
             return False
         own = op.reduce_op in _OWN and op.call in (Call.ALL_REDUCE, Call.REDUCE)

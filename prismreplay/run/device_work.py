@@ -30,8 +30,11 @@ def is_asynchronous(op: Op, call: Callable[[], Any]) -> bool:
     """Whether the program goes on while it runs: messages always, else as its options say."""
     if op.call in (Call.SEND, Call.RECV):
         return True
-    arguments = [*getattr(call, "args", ()), *getattr(call, "keywords", {}).values()]
-    return all(getattr(one, "asyncOp", True) for one in arguments)
+    for one in getattr(call, "args", ()):
+        if not getattr(one, "asyncOp", True):
+            return False
+    named = getattr(call, "keywords", None)
+    return not named or all(getattr(one, "asyncOp", True) for one in named.values())
 
 
 class DeviceWork:
@@ -102,7 +105,7 @@ class Launcher:
     Args:
         streams: of the rank's device.
         timeline: is told where operations end that have a stream of their own.
-        perform: puts the kernels of operations into the current stream, which is the given one.
+        perform: puts the kernels of operations into a stream, which need not be current.
         pace: of the program; communication takes the time that it takes. None: there is but one.
     """
 
@@ -126,7 +129,7 @@ class Launcher:
         streams = self.streams
         current = streams.current()
         if not any(work.asynchronous for work in works):
-            with self._at_its_own_pace(), streams.using(None):
+            with self._at_its_own_pace():
                 self._perform(works, current)
             for work in works:
                 # It runs before whatever uses this memory next, as that does so in this stream.
@@ -137,8 +140,7 @@ class Launcher:
         streams.record(begin, current)
         streams.wait(stream, begin)
         self._events.append(begin)
-        with streams.using(stream):
-            self._perform(works, stream)
+        self._perform(works, stream)
         end = streams.new_event()
         streams.record(end, stream)
         shelf = self._shelf(works[0].op)
