@@ -17,6 +17,7 @@ typedef long long i64;
 #define FIRST_LAP 1
 #define TIME_BITS 48
 #define TIME_MASK ((1ull << TIME_BITS) - 1)
+#define MOST_LATE 2000000000ll
 #define BIAS_NS (1ll << 40)
 #define NEVER (-(1ll << 62))
 #define UNKNOWN ((i64)(1ull << 63))
@@ -64,7 +65,7 @@ DEVICE i64 from_lane(i64 value, u32 distance) {
 // packs them. Times are of the device; `origin_ns` is the run's beginning.
 struct Call {
     u64* table[2];  // shared, own
-    u64* seen;      // 8 words per ticket, in a ring of `kept`
+    u64* seen;      // 8 words per ticket, in a ring of `kept`; the first one is written last
     u64* alarm;     // [0]: who gave up (ticket + 1), [1]: all are to go
     u64* debt;      // ns by which the rank is late through no fault of its own
     u64* stamps;    // of `arrive`, in a ring of `kept`
@@ -277,23 +278,26 @@ DEVICE void perform(const Call& call, const i64* words) {
     if (threadIdx.x != 0) return;
     if (ready < shared.arrival) ready = shared.arrival;
     i64 shift = call.origin_ns + shared.debt, end = ready + call.transfer_ns;
-    bool cut = hold(call, (u64)(end + shift - call.tail_ns));
-    if (cut && status == DONE) status = is_over(call) ? RELEASED : LATE_SLOT;
-    i64 ended = (i64)device_time() - shift + call.tail_ns;
-    if ((call.flags & OWES) && ended > end && status == DONE) {
-        // Only the warp of one operation at a time makes debts: those of one stream.
-        store(call.debt, load(call.debt) + (u64)(ended - end));
-    }
     u64* seen = call.seen + 8 * (call.ticket & (call.kept - 1));
     store(seen + 1, (u64)((i64)began - shift));
     store(seen + 2, (u64)shared.arrival);
     store(seen + 3, (u64)ready);
     store(seen + 4, (u64)end);
-    store(seen + 5, (u64)ended);
-    store(seen + 6, status);
-    store(seen + 7, (u64)missing);
+    store(seen + 5, status);
+    store(seen + 6, (u64)missing);
     fence();
-    store(seen, (u64)call.ticket + 1);
+    bool cut = hold(call, (u64)(end + shift - call.tail_ns));
+    // From here on, every instruction makes the next kernel late: one word says all.
+    i64 late = (i64)device_time() - shift + call.tail_ns - end;
+    u64 ticket = (u64)(u32)(call.ticket + 1) << 32;
+    store(seen, ticket | (u32)(late > MOST_LATE ? MOST_LATE : late < -MOST_LATE ? -MOST_LATE : late));
+    if (cut && status == DONE) {
+        status = is_over(call) ? RELEASED : LATE_SLOT;
+        store(seen + 5, status);
+    }
+    // Only the warp of one operation at a time makes debts: those of one stream.
+    if ((call.flags & OWES) && late > 0 && status == DONE)
+        store(call.debt, load(call.debt) + (u64)late);
     if (status == LATE_SLOT || status == OVERWRITTEN) store(call.alarm, (u64)call.ticket + 1);
 }
 

@@ -71,7 +71,6 @@ def fresh(**more):
 
         (status,) = driver.cuMemcpyHtoD(one._shared, words.ctypes.data, words.nbytes)
         assert int(status) == 0, status
-    one.calibrate()
     return one
 
 

@@ -4,7 +4,7 @@ An operation's kernel (`cuda/advance.cu`) notes when the stream gets there, find
 of times when the virtual members arrive, and keeps one warp busy until the operation ends:
 
     plan = DevicePlan(compiled_plan, rank)                  # prismreplay.run.device_plan
-    advancer = Advancer(plan.layout, describe=plan.describe)
+    advancer = Advancer(plan.layout, describe=plan.describe)     # some 20 ms
     advancer.begin(origin_ns)                               # CLOCK_MONOTONIC, as the hub says
     program = plan.program(key, round_, queue=stream.stream_id)
     ticket = advancer.launch(program, stream)               # arrival, wait, hold
@@ -53,6 +53,8 @@ Stream = Any
 
 TAIL_NS = 1600
 """From a hold's end to the start of the next kernel of the stream, on an H200."""
+_LONGEST_TAIL_NS = 20_000
+"""A device that takes longer has other things to do."""
 STAMPED, OWES = 1, 2
 _NOTHING = encode((), ())
 _FIXED = struct.Struct("=16q")
@@ -142,7 +144,7 @@ class Advancer:
     Args:
         layout: of the tables; None without a plan.
         device: its number; by default the current one.
-        tail_ns: what the stream's next kernel takes to start after a hold; see `calibrate`.
+        tail_ns: what the stream's next kernel takes to start after a hold; None: it is measured.
         limit_ns: longest wait for a slot, and longest hold.
         kept: operations whose outcome is kept until it is read; a power of two.
         shared: address of the memory that all sandbox ranks have in common (mapped by each, zeros
@@ -159,7 +161,7 @@ class Advancer:
         layout: Layout | None = None,
         *,
         device: int | None = None,
-        tail_ns: int = TAIL_NS,
+        tail_ns: int | None = None,
         limit_ns: int = 60_000_000_000,
         kept: int = 16384,
         shared: int | None = None,
@@ -169,7 +171,8 @@ class Advancer:
             raise ValueError("kept is a power of two")
         self.layout = layout or Layout(rounds=1, fixed=(1, 1), ring=(0, 0))
         self.device = require_device(device)
-        self.tail_ns, self._limit_ns, self._kept = tail_ns, limit_ns, kept
+        self.tail_ns = TAIL_NS if tail_ns is None else tail_ns
+        self._limit_ns, self._kept = limit_ns, kept
         self._describe = describe
         self.memory = memory = DriverMemory(self.device)
         words = self.layout.slots(Table.SHARED)
@@ -179,8 +182,9 @@ class Advancer:
         self._own = memory.on_device(8 * self.layout.slots(Table.OWN))
         self._debt = memory.on_device(8)
         self._stamps = memory.on_device(8 * kept)
-        self._seen_at, self._seen = memory.pinned(kept * _SEEN_WORDS)
-        self._seen = self._seen.reshape(kept, _SEEN_WORDS)
+        # Written on the device, where that costs the stream's next kernel nothing, and fetched.
+        self._seen_at = memory.on_device(8 * kept * _SEEN_WORDS)
+        self._seen = memory.pinned(kept * _SEEN_WORDS)[1].reshape(kept, _SEEN_WORDS)
         self._alarm_at, self._alarm = memory.pinned(8)
         self._box = memory.pinned(8)
         self._room = _ROOM_WORDS
@@ -202,6 +206,8 @@ class Advancer:
         self._origin_ns = 0
         self._set_call()
         self._load_kernels()
+        if tail_ns is None:
+            self.calibrate()
 
     def begin(self, origin_ns: int, pair: ClockPair | None = None) -> None:
         """Count times from here on since `origin_ns` of CLOCK_MONOTONIC.
@@ -262,21 +268,23 @@ class Advancer:
     def records(self) -> Iterator[Advance]:
         """Operations that the device has finished since the last call, each once.
 
-        Reads memory of the host only.
+        Costs some 100 us, and waits for none of the program's streams.
         """
         with self._lock:
             tickets, self._open = np.array(self._open, np.int64), []
-        written = self._seen[tickets & (self._kept - 1), 0]
-        done, lost = written == tickets + 1, written > tickets + 1
-        with self._lock:
+            self._fetch()
+            ahead = ((self._seen[tickets & (self._kept - 1), 0] >> 32) - tickets - 1) & 0xFFFFFFFF
+            done, lost = ahead == 0, (ahead != 0) & (ahead < 1 << 31)
             self.lost += int(lost.sum())
-            self._open = tickets[~(done | lost)].tolist() + self._open
-        finished = tickets[done]
-        for row in self._seen[finished & (self._kept - 1)].tolist():
-            yield _advance(row)
+            self._open = tickets[~(done | lost)].tolist()
+            finished = tickets[done]
+            self._fetch()  # what was under way while the first words were fetched
+            rows = self._seen[finished & (self._kept - 1)].tolist()
+        for ticket, row in zip(finished.tolist(), rows, strict=True):
+            yield _advance(ticket, row)
 
     def check(self) -> None:
-        """Raise if an operation gave up waiting; looks at memory of the host only.
+        """Raise if an operation gave up waiting; looks at a word of the host's memory.
 
         Raises:
             PluginTimeoutError: a slot was not written in time; says whose.
@@ -286,7 +294,9 @@ class Advancer:
         if not failed:
             return
         at = (failed - 1) & (self._kept - 1)
-        one, program = _advance(self._seen[at].tolist()), self._programs[at]
+        with self._lock:
+            self._fetch()
+            one, program = _advance(failed - 1, self._seen[at].tolist()), self._programs[at]
         name = "an operation" if program is None else f"the operation [{program.label}]"
         what = "its end"
         if one.missing is not None and program is not None and self._describe is not None:
@@ -331,23 +341,26 @@ class Advancer:
                 best = ClockPair(int(box[1]), asked + half, half)
         return best
 
-    def calibrate(self, repeats: int = 200) -> int:
+    def calibrate(self, repeats: int = 100) -> int:
         """Measure `tail_ns` on a stream that nobody else uses, and use it from here on; waits."""
         before, stream = self.tail_ns, self.memory.stream
         self.tail_ns = 0
         with self._lock:
             self._set_call()
         # The first hold lets launches get ahead: what is measured is the device, not the caller.
-        self.launch(None, stream, transfer_ns=20_000_000)
+        self.launch(None, stream, transfer_ns=5_000_000)
         first = self._next
         for _ in range(repeats):
             self.launch(None, stream, transfer_ns=30_000)
         self.memory.synchronize(stream)
         with self._lock:
             self._open = [one for one in self._open if one < first - 1]
+            self._fetch()
         rows = self._seen[np.arange(first, first + repeats) & (self._kept - 1)]
-        gaps = np.sort(rows[1:, 1] - rows[:-1, 5])
-        self.tail_ns = int(gaps[len(gaps) // 2]) if len(gaps) else before
+        late = (rows[:, 0] & 0xFFFFFFFF).astype(np.int32)
+        gaps = np.sort(rows[1:, 1] - rows[:-1, 4] - late[:-1])
+        tail_ns = int(gaps[len(gaps) // 2])
+        self.tail_ns = tail_ns if 0 < tail_ns < _LONGEST_TAIL_NS else before
         with self._lock:
             self._set_call()
         return self.tail_ns
@@ -436,7 +449,10 @@ class Advancer:
                 )  # fmt: skip
             del self._prepared[code]
         self.memory.synchronize(self.memory.stream)
-        self._seen[:] = 0
+        self.memory.clear(self._seen_at, 8 * self._kept * _SEEN_WORDS)
+
+    def _fetch(self) -> None:
+        self.memory.fetch(self._seen_at, self._seen)
 
     def _set_call(self) -> None:
         layout = self.layout
@@ -457,10 +473,11 @@ class Advancer:
             raise _refused(status)
 
 
-def _advance(row: list[int]) -> Advance:
-    ticket, began, arrival, ready, end, ended, status, missing = row
+def _advance(ticket: int, row: list[int]) -> Advance:
+    first, began, arrival, ready, end, status, missing, _ = row
+    late = (first & 0xFFFFFFFF ^ 1 << 31) - (1 << 31)
     slot = slot_of_word(missing) if missing else None
-    return Advance(ticket - 1, began, arrival, ready, end, ended, Status(status), slot)
+    return Advance(ticket, began, arrival, ready, end, end + late, Status(status), slot)
 
 
 def _refused(status: int) -> PluginError:

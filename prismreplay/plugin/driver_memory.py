@@ -51,10 +51,18 @@ class DriverMemory:
         size_bytes = max(8, size_bytes)
         address = int(self._ask("cuMemAlloc", size_bytes))
         self._device.append(address)
-        self._ask("cuMemsetD8", address, 0, size_bytes)
-        # The memset may still be under way, and streams that wait for no other would not wait.
-        self._ask("cuCtxSynchronize")
+        self.clear(address, size_bytes)
         return address
+
+    def clear(self, address: int, size_bytes: int) -> None:
+        """Fill memory of the device with zeros."""
+        self._ask("cuMemsetD8Async", address, 0, size_bytes, self.stream)
+        self.synchronize(self.stream)
+
+    def fetch(self, address: int, there: NDArray[np.int64]) -> None:
+        """Copy memory of the device to pinned memory of the host, past all streams of others."""
+        self._ask("cuMemcpyDtoHAsync", there.ctypes.data, address, there.nbytes, self.stream)
+        self.synchronize(self.stream)
 
     def pinned(self, words: int) -> tuple[int, NDArray[np.int64]]:
         """New memory of the host that the device can use: its address there, and its words."""

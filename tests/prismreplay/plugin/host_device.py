@@ -46,6 +46,12 @@ class HostMemory:
     def register(self, address, _size_bytes):
         return address
 
+    def clear(self, address, size_bytes):
+        ctypes.memset(address, 0, size_bytes)
+
+    def fetch(self, address, there):
+        ctypes.memmove(there.ctypes.data, address, there.nbytes)
+
     def synchronize(self, stream=None):
         streams = [stream] if stream is not None else list(self._streams)
         for one in streams:

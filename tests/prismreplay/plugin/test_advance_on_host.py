@@ -27,6 +27,7 @@ from prismreplay.plugin.advance_code import (
     word_of_slot,
 )
 from prismreplay.plugin.advance_simulation import Running, Status
+from prismreplay.plugin.advancing import _advance
 
 KEPT = 8
 CALL = [
@@ -73,6 +74,9 @@ class Machine:
             "flags": 0 if stamp is None else 1,
         } | more
         return np.array([values[name] for name in CALL], np.int64)
+
+    def outcome(self, ticket):
+        return _advance(ticket, self.seen[ticket % KEPT].tolist())
 
     def run(self, *launches):
         """Operations side by side; (call, code)."""
@@ -136,13 +140,14 @@ def same_as_simulated(machine, items, round_, arrival, rng, filled):
     outcome = running.poll()
     machine.alarm[:] = 0
     machine.run((machine.call(3, round_, stamp=arrival), code))
-    ticket, _, arrived, ready, end, _, status, missing = machine.seen[3].tolist()
-    assert (ticket, arrived, end) == (4, arrival, ready)
-    for found, expected in zip(machine.tables, tables, strict=True):
-        assert found.tolist() == expected
+    found = machine.outcome(3)
+    ready, status = found.ready_ns, found.status
+    assert (machine.seen[3, 0] >> 32, found.arrival_ns, found.end_ns) == (4, arrival, ready)
+    for table, expected in zip(machine.tables, tables, strict=True):
+        assert table.tolist() == expected
     if outcome is None:
         assert status == Status.LATE_SLOT
-        assert slot_of_word(missing) == running.missing
+        assert found.missing == running.missing
     else:
         assert (ready, status) == (outcome.ready_ns, outcome.status)
     assert machine.alarm.tolist() == [0 if status == Status.DONE else 4, 0]
@@ -214,7 +219,7 @@ def test_operations_wait_for_each_other_side_by_side(host_kernel):
         )
         launches.append((call, encode([slots[number]], [item])))
     machine.run(*launches)
-    assert machine.seen[:4, 6].tolist() == [Status.DONE] * 4
+    assert machine.seen[:4, 5].tolist() == [Status.DONE] * 4
     assert machine.seen[:4, 3].tolist() == [130, 130, 130, 120]
 
 
@@ -224,15 +229,15 @@ def test_holds_end_after_their_time_and_lateness_is_owed(host_kernel):
     code = encode([], [])
     later = {"origin_ns": origin, "limit_ns": 10**10}
     machine.run((machine.call(0, transfer_ns=3_000_000, tail_ns=1000, **later), code))
-    ticket, began, arrival, ready, end, ended, status, _ = machine.seen[0].tolist()
-    assert (ticket, status) == (1, Status.DONE)
-    assert 0 <= began == arrival == ready == end - 3_000_000
-    assert ended >= end
+    found = machine.outcome(0)
+    assert found.status is Status.DONE
+    assert 0 <= found.began_ns == found.arrival_ns == found.ready_ns == found.end_ns - 3_000_000
+    assert found.lateness_ns >= 0
     assert machine.debt[0] == 0
     machine.run((machine.call(1, stamp=0, transfer_ns=5, flags=3, **later), code))
-    _, began, arrival, _, end, ended, *_ = machine.seen[1].tolist()
-    assert (arrival, end) == (0, 5)
-    assert machine.debt[0] == ended - end > 3_000_000
+    found = machine.outcome(1)
+    assert (found.arrival_ns, found.end_ns) == (0, 5)
+    assert machine.debt[0] == found.lateness_ns > 3_000_000
     machine.run((machine.call(2, **later), code))
     assert machine.seen[2, 2] < time.monotonic_ns() - origin - 3_000_000
     machine.library.arrive(
@@ -254,10 +259,10 @@ def test_all_go_when_one_has_given_up(host_kernel):
             encode([], []),
         ),
     )
-    assert machine.seen[:3, 6].tolist() == [Status.LATE_SLOT, Status.RELEASED, Status.RELEASED]
-    assert slot_of_word(int(machine.seen[0, 7])) == slot
+    assert machine.seen[:3, 5].tolist() == [Status.LATE_SLOT, Status.RELEASED, Status.RELEASED]
+    assert machine.outcome(0).missing == slot
     assert machine.alarm.tolist() == [1, 0]
     machine.tables[0][1] = pack_time(3, 2)
     machine.alarm[:] = 0
     machine.run((machine.call(5, limit_ns=10**11), code))
-    assert machine.seen[5, 6:].tolist() == [Status.OVERWRITTEN, word_of_slot(slot)]
+    assert machine.seen[5, 5:7].tolist() == [Status.OVERWRITTEN, word_of_slot(slot)]

@@ -53,7 +53,7 @@ class Gpu:
         self.made = []
 
     def advancer(self, layout=LAYOUT, **more):
-        one = Advancer(layout, **{"limit_ns": 10_000_000_000, **more})
+        one = Advancer(layout, **{"limit_ns": 10_000_000_000, "tail_ns": 1600, **more})
         one.begin(time.monotonic_ns(), self.pair)
         self.made.append(one)
         return one
