@@ -45,6 +45,7 @@ LAPS = 65_000
 FIRST_LAP = 1
 """Of slots that are used once; those of a ring begin with the next."""
 TIME_BITS = 48
+"""Of a time in a slot: 78 hours."""
 BIAS_NS = 1 << 40
 """Added to times in slots: some are before the origin."""
 NEVER = -(1 << 62)
