@@ -212,14 +212,16 @@ def table(cuts: list[dict[str, Any]]) -> str:
         f"| recording | ranks | cuts | seen | {' | '.join(heads)} |",
         "|" + "---|" * (4 + 2 * len(heads)),
     ]
-    for name in dict.fromkeys(cut["recording"] for cut in cuts):
+    for name in (name for name in RECORDINGS if any(cut["recording"] == name for cut in cuts)):
         mine = [cut for cut in cuts if cut["recording"] == name]
         merged = [cut for cut in mine if "refused" not in cut]
         cells = [name, str(mine[0]["ranks"]), str(len(mine))]
         if len(merged) < len(mine):
             cells[-1] += f", {len(mine) - len(merged)} refused"
         seen = [cut["seen"] - 1 for cut in merged if len(cut["slices"]) > 1] or [0.0]
-        cells.append(f"{min(seen):+.1%} to {max(seen):+.1%}")
+        # Adding zero makes -0.0 positive.
+        low, high = (round(part, 3) + 0.0 for part in (min(seen), max(seen)))
+        cells.append(f"{low:.1%} to {high:.1%}" if low < high else f"{low:.1%}")
         for kind in clocks:
             some = [cut for cut in merged if cut["clocks"] == kind]
             step = max((cut["step"] for cut in some), default=0)

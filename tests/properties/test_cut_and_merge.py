@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import tempfile
 from itertools import pairwise
 
@@ -118,6 +120,21 @@ def test_real_runs_come_back_from_slices(data_dir, tmp_path, job):
         assert shift.n_unique() == 1
         # What a slice saw by itself is another story.
         assert result.report.before_ns < 0.9 * whole.report.propagated_ns
+
+
+@pytest.mark.parametrize("job", ["ddp", "tp", "pp", "groups"])
+def test_recordings_come_back_from_random_cuts(job, repo):
+    path = repo / "benchmarks" / "fidelity_cuts.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    benchmark = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = benchmark  # its dataclasses look there
+    spec.loader.exec_module(benchmark)
+    cuts = list(benchmark.cuts_of(f"h200/{job}", benchmark.H200 / job, 3))
+    assert [cut["clocks"] for cut in cuts] == list(benchmark.CLOCKS)
+    assert all(cuts[0][error] == 0 for error in ("step", "communication_ns", "duration"))
+    # Several clocks are known as well as ends agree; a clock may be 100 ppm too fast.
+    assert all(cut["step"] < 5e-4 for cut in cuts)
+    assert f"| h200/{job} | 2 | 3 |" in benchmark.table(cuts)
 
 
 def test_options_do_not_change_an_exact_campaign(tmp_path):
