@@ -16,7 +16,17 @@ from prismreplay.run.device_shares import REDUCTIONS, Piece, pieces_of, row_cuts
 from prismreplay.runtime.operations import Call, Op
 from prismtrace.schema import ReduceOp
 
-__all__ = ["combine", "make_up", "mirror"]
+__all__ = [
+    "alone",
+    "combine",
+    "elementwise",
+    "fill_from",
+    "make_up",
+    "mirror",
+    "place_own",
+    "put_pieces",
+    "rows_of",
+]
 
 Tensor = Any
 Tensors = Sequence[Any]
@@ -41,13 +51,18 @@ def combine(
             out = outputs[piece.output]
             _reduce(op, _own_input(op, inputs, piece.output), one.view(out.shape), out)
         return
+    put_pieces(outputs, pieces, given)
+    place_own(op, inputs, outputs)
+
+
+def put_pieces(outputs: Tensors, pieces: Sequence[Piece], given: Tensors) -> None:
+    """Copy what members give to where it belongs in the outputs."""
     for piece, one in zip(pieces, given, strict=True):
         out = outputs[piece.output]
         if piece.elements == out.numel():
             out.copy_(one.view(out.shape))
         else:
             out.view(-1)[piece.start : piece.start + piece.elements].copy_(one)
-    place_own(op, inputs, outputs)
 
 
 def alone(op: Op, inputs: Tensors, outputs: Tensors) -> None:
@@ -129,8 +144,8 @@ def place_own(op: Op, inputs: Tensors, outputs: Tensors) -> None:
         _copy(outputs[me], inputs[me])
     elif op.call is Call.ALL_TO_ALL_SINGLE:
         source, target = (
-            _rows(inputs[0], op.input_splits, size),
-            _rows(outputs[0], op.output_splits, size),
+            rows_of(inputs[0], op.input_splits, size),
+            rows_of(outputs[0], op.output_splits, size),
         )
         _copy(target[me], source[me])
     elif op.call is Call.SCATTER:
@@ -181,6 +196,12 @@ _ELEMENTWISE: dict[ReduceOp, Callable[..., Any]] = {
 }
 
 
+def elementwise(op: Op) -> Callable[..., Any]:
+    """What reduces two tensors into a third (`out`); sums of any kind add."""
+    found: Callable[..., Any] = _ELEMENTWISE.get(op.reduce_op or ReduceOp.SUM, torch.add)
+    return found
+
+
 def _repeat(op: Op, out: Tensor) -> None:
     """The reduction of as many copies of `out` as there are members, in its place."""
     how, size = op.reduce_op or ReduceOp.SUM, op.group.size
@@ -205,7 +226,7 @@ def _copy(out: Tensor, own: Tensor) -> None:
         out.copy_(own.view(out.shape))
 
 
-def _rows(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
+def rows_of(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
     """Parts of a tensor that is cut along its first dimension, each flat."""
     cuts = row_cuts(tuple(tensor.shape), splits, size)
     flat = tensor.view(-1)
@@ -220,7 +241,7 @@ def _gather_own(op: Op, inputs: Tensors, outputs: Tensors) -> None:
             out.view(size, -1).copy_(own.view(1, -1).expand(size, -1))
         return
     for number, out in enumerate(outputs):
-        _fill_from(out.view(-1), inputs[number // size].view(-1))
+        fill_from(out.view(-1), inputs[number // size].view(-1))
 
 
 def _mirror_exchange(op: Op, inputs: Tensors, outputs: Tensors) -> None:
@@ -230,16 +251,16 @@ def _mirror_exchange(op: Op, inputs: Tensors, outputs: Tensors) -> None:
         targets = [out.view(-1) for out in outputs]
         mine = inputs[me].view(-1)
     else:
-        targets = _rows(outputs[0], op.output_splits, size)
-        mine = _rows(inputs[0], op.input_splits, size)[me]
+        targets = rows_of(outputs[0], op.output_splits, size)
+        mine = rows_of(inputs[0], op.input_splits, size)[me]
         if not op.output_splits and not op.input_splits:
             outputs[0].view(size, -1).copy_(mine.view(1, -1).expand(size, -1))
             return
     for target in targets:
-        _fill_from(target, mine)
+        fill_from(target, mine)
 
 
-def _fill_from(target: Tensor, source: Tensor) -> None:
+def fill_from(target: Tensor, source: Tensor) -> None:
     """As many elements as there are; the rest is zero."""
     count = min(target.numel(), source.numel())
     if count == target.numel():

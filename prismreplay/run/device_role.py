@@ -18,10 +18,11 @@ from typing import Any, Protocol
 import torch
 
 from prismreplay.collect.handover import bytes_of
-from prismreplay.errors import PlanError, UnsupportedOperationError
+from prismreplay.errors import PlanError
 from prismreplay.run.device_fetching import Fetcher
 from prismreplay.run.device_numerics import alone, combine, mirror
-from prismreplay.run.device_shares import pieces_of
+from prismreplay.run.device_pruned import PrunedGroup
+from prismreplay.run.device_shares import Piece, pieces_of
 from prismreplay.run.device_sources import (
     MIRROR,
     NOTHING,
@@ -102,6 +103,9 @@ class DeviceRole(SandboxRole):
         self._recording = RecordRole(self.recorder, timeline)
         self._fetcher = Fetcher(self.connection, follower, self._step)
         self._buffers = BufferPool(streams.buffers, streams.done)
+        self._outside = BufferPool(lambda size: (streams.outside(size),) * 2, streams.done)
+        self._borrowed: list[tuple[Tensor, Tensor]] = []
+        self._pruned: dict[str, PrunedGroup] = {}
         self._batches: dict[int, list[DeviceWork]] = {}
         self._virtual: dict[str, list[int]] = {}
         self._uses: dict[str, _Use] = {}
@@ -109,17 +113,23 @@ class DeviceRole(SandboxRole):
         self._operations = self._mirrored = 0
 
     def make_real_group(self, group: Group, backends: dict[str, str]) -> Any:
-        """NCCL's own, of ranks that are all in the sandbox; else as on CPUs."""
-        alone_here = len(group.ranks) == 1
-        if "nccl" not in backends.values() or alone_here:
+        """NCCL's own, of ranks that are all in the sandbox; else as on CPUs.
+
+        Where some are, and each has a GPU, these have one among themselves (`PrunedGroup`).
+        """
+        members = [place for place, rank in enumerate(group.ranks) if rank in self._sandbox]
+        if "nccl" not in backends.values():
             return super().make_real_group(group, backends)
-        if not (self._makes_groups and self._sandbox.issuperset(group.ranks)):
+        if not self._makes_groups or self._shares or len(members) == 1:
             return None
-        self._require_own_gpu(group)
-        self._real.add(group.key)
-        return real_group(
-            f"real/{group.key}", group.rank, group.size, self.ledger.store_port, backends
-        )
+        port = self.ledger.store_port
+        if len(members) == group.size:
+            self._real.add(group.key)
+            return real_group(f"real/{group.key}", group.rank, group.size, port, backends)
+        me, kinds = members.index(group.rank), {"cuda": "nccl"}
+        made = real_group(f"pruned/{group.key}", me, len(members), port, kinds)
+        self._pruned[group.key] = PrunedGroup(made, members, me, self._scratch)
+        return None
 
     def submit(
         self,
@@ -141,8 +151,6 @@ class DeviceRole(SandboxRole):
             return self._recording.submit(op, inputs, outputs, call)
         if self._shares:
             self._require_own_gpu(op.group)
-        if len(self._sandbox) > 1:
-            self._require_one(op)
         work = DeviceWork(
             self._launcher,
             op,
@@ -180,7 +188,7 @@ class DeviceRole(SandboxRole):
             fetching_ns=self._fetcher.waited_ns,
             peak_allocated_bytes=peak_allocated,
             peak_reserved_bytes=peak_reserved,
-            outside_bytes=self._buffers.nbytes,
+            outside_bytes=self._buffers.nbytes + self._outside.nbytes,
         )
         if self._pacer is not None:
             summary = self._pacer.summarize(summary)
@@ -214,21 +222,21 @@ class DeviceRole(SandboxRole):
         ways = [self._way(work.op) for work in works]
         for way in ways:
             self._mirrored += way is MIRROR
-        computes = any(map(_computes, works, ways))
+        computes = any(map(self._computes, works, ways))
         held = None
         if self._pacer is not None:
             held = self._pacer.arrive(works, self._streams.handle(stream), computes=computes)
         if computes:
             with self._streams.using(stream):
                 for work, way in zip(works, ways, strict=True):
-                    if work.outputs:
+                    if self._computes(work, way):
                         self._compute(work, way, stream)
         if held is not None and self._pacer is not None:
             self._pacer.hold(held)
 
     def _way(self, op: Op) -> Way | None:
         """None: there is nobody else in the group."""
-        if not self._virtual_members(op) and op.call is not Call.RECV:
+        if not self._virtual_members(op) and not (op.call is Call.RECV and op.peer is None):
             return None
         return self._sources.way(self.rank, op)
 
@@ -236,7 +244,10 @@ class DeviceRole(SandboxRole):
         op, inputs = work.op, work.inputs
         # As NCCL writes: autograd does not notice.
         outputs = [one.data for one in work.outputs]
-        if way is None:
+        pruned = self._together(op, way)
+        if pruned is not None:
+            self._perform_together(pruned, work, outputs, way, stream)
+        elif way is None:
             alone(op, inputs, outputs)
         elif way.kind == "recording":
             self._combine(work, outputs, stream)
@@ -245,6 +256,53 @@ class DeviceRole(SandboxRole):
         elif way.kind == "mirror":
             mirror(op, inputs, outputs, self._streams.noise)
 
+    def _computes(self, work: DeviceWork, way: Way | None) -> bool:
+        """Whether the device has something to do for an operation's result."""
+        if self._together(work.op, way) is not None:
+            return way is not NOTHING
+        return _computes(work, way)
+
+    def _together(self, op: Op, way: Way | None) -> PrunedGroup | None:
+        """The group of the sandbox ranks that perform an operation among themselves."""
+        pruned = self._pruned.get(op.group.key)
+        if pruned is None or way is None:
+            return pruned
+        message = op.call in (Call.SEND, Call.RECV)
+        return None if message or way.kind == "rule" else pruned
+
+    def _perform_together(
+        self,
+        pruned: PrunedGroup,
+        work: DeviceWork,
+        outputs: Sequence[Tensor],
+        way: Way | None,
+        stream: StreamKey,
+    ) -> None:
+        """With other sandbox ranks of the group, by NCCL, and the virtual members' part."""
+        op = work.op
+        pieces = pieces_of(op, self._virtual_members(op)) if way is not None else []
+        given: list[Tensor] | None = None
+        pair = None
+        if way is not None and way.kind == "recording":
+            given = []
+            if pieces and pruned.needs_share(op):
+                given, pair = self._given(work, outputs, pieces)
+            else:
+                pieces = []
+        pruned.perform(op, work.inputs, outputs, pieces, given)
+        over = self._streams.new_event()
+        self._streams.record(over, stream)
+        if pair is not None:
+            self._buffers.give(pair, over)
+        while self._borrowed:
+            self._outside.give(self._borrowed.pop(), over)
+
+    def _scratch(self, elements: int, dtype: Any) -> Tensor:
+        """Memory past torch's allocator, for an operation of the current stream."""
+        pair = self._outside.take(elements * dtype.itemsize)
+        self._borrowed.append(pair)
+        return pair[0][: elements * dtype.itemsize].view(dtype)
+
     def _combine(self, work: DeviceWork, outputs: Sequence[Tensor], stream: StreamKey) -> None:
         """With what the hub knows of the virtual members' part."""
         op = work.op
@@ -252,6 +310,17 @@ class DeviceRole(SandboxRole):
         if not pieces:
             combine(op, work.inputs, outputs, pieces, [])
             return
+        given, pair = self._given(work, outputs, pieces)
+        combine(op, work.inputs, outputs, pieces, given)
+        over = self._streams.new_event()
+        self._streams.record(over, stream)
+        self._buffers.give(pair, over)
+
+    def _given(
+        self, work: DeviceWork, outputs: Sequence[Tensor], pieces: Sequence[Piece]
+    ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+        """Those pieces on the device, and the buffers that they are in."""
+        op = work.op
         parcel = self._fetcher.fetch(op, work.placed)
         sizes = [piece.elements * outputs[piece.output].element_size() for piece in pieces]
         places = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
@@ -267,10 +336,7 @@ class DeviceRole(SandboxRole):
             there[place : place + size].view(outputs[piece.output].dtype)
             for piece, size, place in zip(pieces, sizes, places, strict=False)
         ]
-        combine(op, work.inputs, outputs, pieces, given)
-        over = self._streams.new_event()
-        self._streams.record(over, stream)
-        self._buffers.give(pair, over)
+        return given, pair
 
     def _backends_memory(self, op: Op) -> Any:
         """What NCCL's group allocates with torch for an operation, and keeps until it is over."""
@@ -293,7 +359,9 @@ class DeviceRole(SandboxRole):
         """Places of the virtual members that take part."""
         group = op.group
         if op.call in (Call.SEND, Call.RECV):
-            return [] if op.peer is None else [group.ranks.index(op.peer)]
+            if op.peer is None or op.peer in self._sandbox:
+                return []
+            return [group.ranks.index(op.peer)]
         found = self._virtual.get(group.key)
         if found is None:
             found = [n for n, rank in enumerate(group.ranks) if rank not in self._sandbox]
@@ -308,18 +376,6 @@ class DeviceRole(SandboxRole):
                 hint="as many sandbox ranks as there are GPUs, at the most; a program that shall "
                 "run on CPUs does so with CUDA_VISIBLE_DEVICES empty",
             )
-
-    def _require_one(self, op: Op) -> None:
-        """Groups of several sandbox ranks and virtual ones, and messages between the former."""
-        others = self._sandbox - {self.rank}
-        p2p = op.call in (Call.SEND, Call.RECV)
-        if others.isdisjoint((op.peer,) if p2p else op.group.ranks):
-            return
-        raise UnsupportedOperationError(
-            f"{op.call.value} of GPU tensors between sandbox ranks in a group with virtual ranks",
-            where=f"rank {self.rank}, group {op.group.desc or op.group.name!r}",
-            hint="choose sandbox ranks of which no two are in such a group, or one alone",
-        )
 
     def _note_use(self, op: Op, placed: Placed) -> None:
         use = self._uses.get(op.group.key)

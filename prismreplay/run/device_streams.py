@@ -52,6 +52,9 @@ class Streams(Protocol):
     def buffers(self, nbytes: int) -> tuple[Tensor, Tensor]:
         """Bytes of pinned host memory and of the device, neither of torch's device allocator."""
 
+    def outside(self, nbytes: int) -> Tensor:
+        """Bytes of the device that are not torch's."""
+
     def scratch(self, elements: int, dtype: Any) -> Tensor:
         """Memory of torch's own, as the backend takes it for some operations."""
 
@@ -130,8 +133,11 @@ class CudaStreams:
 
     def buffers(self, nbytes: int) -> tuple[Tensor, Tensor]:
         """See `Streams`."""
-        pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        return pinned, outside_tensor(nbytes, self._device())
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), self.outside(nbytes)
+
+    def outside(self, nbytes: int) -> Tensor:
+        """See `Streams`."""
+        return outside_tensor(nbytes, self._device())
 
     def scratch(self, elements: int, dtype: Any) -> Tensor:
         """See `Streams`."""

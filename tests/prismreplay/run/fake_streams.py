@@ -65,6 +65,9 @@ class FakeStreams:
     def buffers(self, nbytes):
         return torch.empty(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
 
+    def outside(self, nbytes):
+        return torch.empty(nbytes, dtype=torch.uint8)
+
     def scratch(self, elements, dtype):
         return torch.empty(elements, dtype=dtype)
 
@@ -140,3 +143,30 @@ class FakePacing:
 
     def release(self):
         """Nothing is held."""
+
+
+class FakeNccl:
+    """Gloo, with what NCCL can do and gloo cannot."""
+
+    def __init__(self, name, place, size, port, _backends):
+        from prismreplay.run.real_group import gloo_group
+
+        self.real = gloo_group(name, place, size, port)
+        self.place, self.size = place, size
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def alltoall(self, outs, ins, _options):
+        works, got = [], []
+        for other in range(self.size):
+            if ins[other].numel():
+                works.append(self.real.send([ins[other].contiguous()], other, 0))
+            if outs[other].numel():
+                there = torch.empty_like(outs[other], memory_format=torch.contiguous_format)
+                works.append(self.real.recv([there], other, 0))
+                got.append((outs[other], there))
+        for work in works:
+            work.wait()
+        for out, there in got:
+            out.copy_(there)

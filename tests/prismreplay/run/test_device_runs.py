@@ -15,9 +15,9 @@ from prismcalib.slices import SliceOptions as MergeOptions
 from prismreplay.collect.collecting import CollectOptions, collect
 from prismreplay.collect.gpus import Gpu
 from prismreplay.collect.programs import ProgramCall
-from prismreplay.errors import PlanError, RankFailedError, UnsupportedOperationError
+from prismreplay.errors import PlanError, RankFailedError
 from prismreplay.plan import compile_plan
-from prismreplay.run import device_ranks, running
+from prismreplay.run import device_ranks, device_role, running
 from prismreplay.run.results import report_of
 from prismreplay.run.running import RunOptions, Timing, run_sandbox
 from prismreplay.slicing import running as slicing_running
@@ -25,7 +25,7 @@ from prismreplay.slicing.progress import Execution
 from prismreplay.slicing.task import SliceTask
 from prismreplay.tensors.choices import read_choices
 from prismtrace.trace import open_trace
-from tests.prismreplay.run.fake_streams import FakePacing, FakeStreams, NoDevices
+from tests.prismreplay.run.fake_streams import FakeNccl, FakePacing, FakeStreams, NoDevices
 
 pytestmark = [
     pytest.mark.usefixtures("gpu"),
@@ -146,6 +146,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(running, "require_cuda_asleep", lambda _: None)
         monkeypatch.setattr(device_ranks, "make_devices", lambda: (NoDevices(), FakeStreams()))
         monkeypatch.setattr(device_ranks, "make_pacing", FakePacing)
+        monkeypatch.setattr(device_role, "real_group", FakeNccl)
         monkeypatch.setattr(device_ranks, "is_on_device", lambda op, _: op.group.backend == "nccl")
 
     make()
@@ -220,10 +221,25 @@ def test_ranks_that_share_a_gpu_are_refused(job, tmp_path):
         _run(job, tmp_path / "run.parquet", (0, 1), "builtin:mirror")
 
 
-def test_two_sandbox_ranks_of_a_group_with_virtual_ones_are_refused(job, gpu, tmp_path):
+@pytest.mark.parametrize("sandbox", [(0, 1), (0, 2), (1, 2, 3)])
+def test_several_sandbox_ranks_communicate_among_themselves(job, gpu, tmp_path, sandbox):
+    gpu(len(sandbox))
+    folder, _, wanted = job
+    outcome = _run(job, tmp_path / "run.parquet", sandbox, str(folder / "bare.tensors"))
+    for rank in sandbox:
+        assert _printed(outcome.log_dir, rank) == wanted[rank]
+    real = {use.ranks for use in outcome.coordinator.uses.values() if use.real_operations}
+    assert real == {ranks for ranks in [(0, 1), (2, 3)] if set(ranks) <= {*sandbox}}
+
+
+def test_several_sandbox_ranks_stand_for_the_others_too(job, gpu, tmp_path):
     gpu(2)
-    with pytest.raises(UnsupportedOperationError, match="between sandbox ranks"):
-        _run(job, tmp_path / "run.parquet", (0, 2), "builtin:mirror")
+    outcome = _run(job, tmp_path / "run.parquet", (0, 2))
+    lines = [_printed(outcome.log_dir, rank) for rank in (0, 2)]
+    sums = [line for line in lines[0] if line.startswith("all_reduce RedOpType.SUM")]
+    # Of ranks 0 and 2: 1 + 3 times the numbers, twice.
+    assert float(sums[0].split()[2]) == 2 * 4 * sum(range(12))
+    assert sums == [line for line in lines[1] if line.startswith("all_reduce RedOpType.SUM")]
 
 
 def test_a_rank_that_runs_out_of_memory_does_so_on_the_cluster_too(job, tmp_path):
