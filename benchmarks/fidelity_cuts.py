@@ -221,12 +221,13 @@ def table(cuts: list[dict[str, Any]]) -> str:
         seen = [cut["seen"] - 1 for cut in merged if len(cut["slices"]) > 1] or [0.0]
         # Adding zero makes -0.0 positive.
         low, high = (round(part, 3) + 0.0 for part in (min(seen), max(seen)))
-        cells.append(f"{low:.1%} to {high:.1%}" if low < high else f"{low:.1%}")
+        shown = [f"{part * 100:.1f} %" for part in (low, high)]
+        cells.append(" to ".join(dict.fromkeys(shown)).replace("-", "−"))
         for kind in clocks:
             some = [cut for cut in merged if cut["clocks"] == kind]
             step = max((cut["step"] for cut in some), default=0)
             late = max((cut["communication_ns"] for cut in some), default=0)
-            cells += [f"{step:.4%}" if step else "0", f"{late / 1e3:.3f}" if late else "0"]
+            cells += [f"{step * 100:.4f} %" if step else "0", f"{late / 1e3:.3f}" if late else "0"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
