@@ -9,11 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from prismreplay.collect.executor import Executor
+from prismreplay.collect.handover import Files, Parcel, ParcelWriter, Place
+from prismreplay.collect.matching import Instance, Request
 from prismreplay.errors import UnsupportedOperationError
 from prismreplay.runtime.operations import Call
+from prismreplay.runtime.payloads import spec_of
 from prismtrace.schema import DType, ReduceOp
 from tests.prismreplay.collect.gloo_ranks import on_gloo
-from tests.prismreplay.collect.members import perform
+from tests.prismreplay.collect.members import op_of, perform
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 SIZES = (1, 7, 999, 50_001, 300_001)  # the last is more than a MiB, twice for float64
@@ -136,3 +140,29 @@ def test_elements_that_cannot_be_reduced_are_refused_by_name() -> None:
     ones = [[torch.ones(4).to(torch.float8_e4m3fn)] for _ in range(2)]
     with pytest.raises(UnsupportedOperationError, match=r"all_reduce .sum.*float8_e4m3fn"):
         perform(Call.ALL_REDUCE, ones, ones, dtype=DType.FLOAT8_E4M3FN)
+
+
+def test_threads_files_and_memory_that_are_used_again_change_no_bit() -> None:
+    size, elements = 4, 1_500_001  # more than is worth threads
+    spec = spec_of(torch.zeros(elements))
+    op = op_of(Call.ALL_REDUCE, size, 0, [spec], [spec])
+    alone, beside = Executor(Place()), Executor(Place(), files=Files(Place()), threads=3)
+
+    def reduced(executor: Executor, tensors: list[torch.Tensor]) -> torch.Tensor:
+        members = []
+        for rank, tensor in enumerate(tensors):
+            writer = ParcelWriter(Place())
+            writer.put_tensor(tensor)
+            # Half of the members come from elsewhere, half are in this process already.
+            parcel = writer.finish() if rank % 2 else Parcel.holding([tensor])
+            members.append(Request(rank, 0, op, parcel, Instance(0, ())))
+        parcel, spans = executor.perform(members)[0]
+        return parcel.part(spans[0].offset if spans[0] else 0, (elements,), torch.float32)
+
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        given = [torch.randn(elements, generator=generator) for _ in range(size)]
+        before = [tensor.clone() for tensor in given]
+        assert torch.equal(reduced(beside, given), reduced(alone, given))
+        assert all(map(torch.equal, given, before))
+    beside.close()
