@@ -242,21 +242,29 @@ def _run(job: Job, connection: Connection, observed: Observed) -> int:
     before_exit(lambda code: observed.flush() if code else observed.finish())
     rank_pid = os.getpid()
     code = 0
+
+    def tell(error: BaseException) -> None:
+        if os.getpid() == rank_pid:
+            with contextlib.suppress(ReplayError):  # then it is in the log only
+                connection.tell(_failure(error, alone=bool(job.placed)))
+        _show(error)
+
     try:
         job.program.run()
     except SystemExit as exit_:
         code = _exit_code(exit_)
     except BaseException as error:  # noqa: BLE001  whatever it is, it is the program's
         code = 1
-        if os.getpid() == rank_pid:
-            with contextlib.suppress(ReplayError):  # then it is in the log only
-                connection.tell(_failure(error, alone=bool(job.placed)))
-        _show(error)
+        tell(error)
     if os.getpid() != rank_pid:
         pass  # A process that the program forked comes here, too; it has nothing to hand in.
     elif code == 0:
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  as the interpreter
-        observed.finish()
+        try:
+            observed.finish()
+        except PrismError as error:  # the disk is full, say
+            code = 1
+            tell(error.with_traceback(None))  # no line of the program
         atexit._run_exitfuncs()  # noqa: SLF001
     else:
         with contextlib.suppress(PrismError):  # the program's failure is what counts

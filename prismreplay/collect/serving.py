@@ -21,8 +21,9 @@ from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.messages import Message, unpack_op
 from prismreplay.collect.pool import RankProcess
 from prismreplay.collect.watching import IdleWatch, MemoryWatch, cpu_seconds
-from prismreplay.errors import RankFailedError, ReplayError
+from prismreplay.errors import RankFailedError
 from prismreplay.runtime.operations import Group
+from prismtrace.errors import PrismError
 
 __all__ = ["Service"]
 
@@ -350,16 +351,17 @@ def _group(message: Message) -> tuple[Group, str]:
     return Group(name, tuple(ranks), place, backend, generation, desc), site
 
 
-def _error_class(code: str | None) -> type[ReplayError] | None:
+def _error_class(code: str | None) -> type[PrismError] | None:
     """The class of our errors that a rank raised."""
     from prismreplay import errors
+    from prismtrace import errors as of_traces
 
     return next(
         (
             kind
-            for kind in vars(errors).values()
+            for kind in (*vars(errors).values(), *vars(of_traces).values())
             if isinstance(kind, type)
-            and issubclass(kind, errors.ReplayError)
+            and issubclass(kind, PrismError)
             and code is not None
             and kind.code == code
         ),

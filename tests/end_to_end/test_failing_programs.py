@@ -60,6 +60,10 @@ PROGRAMS = {
         "dist.distributed_c10d._get_default_store().wait(['nobody sets this'])",
         ["nobody sets this"],
     ),
+    "has-no-space": (
+        "if rank == 2: __import__('resource').setrlimit(1, (100, -1))\ndist.all_reduce(ones)",
+        ["cannot write the result: File too large", "rank 2", "free some space"],
+    ),
     "unsupported-operation": (
         "dist.all_reduce(torch.eye(3).to_sparse())",
         ["sparse", "program.py:10"],
