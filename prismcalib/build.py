@@ -20,7 +20,7 @@ from prismcalib.memory import require_memory
 from prismcalib.rows import absent_text, groups_lacking, in_order, ranks_text
 from prismcalib.waiting import WaitRules, apply_wait_rules, waiting_rows
 from prismtrace.ranks import format_ranks
-from prismtrace.schema import TraceHeader, TraceKind
+from prismtrace.schema import P2P_KINDS, TraceHeader, TraceKind
 from prismtrace.trace import Trace, instance_columns, node_ids
 
 __all__ = [
@@ -201,6 +201,8 @@ def node_text(node: dict[str, Any], groups: dict[int, str]) -> str:
         text += f" group={groups.get(node['group'], node['group'])}"
     if node["seq"] is not None:
         text += f" seq={node['seq']}"
+    if node["kind"] in P2P_KINDS and node.get("bytes") is not None:
+        text += f" bytes={node['bytes']}"
     return text
 
 

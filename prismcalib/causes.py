@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from prismcalib.blocks import Tables
 from prismcalib.computing import computing_times, longer_than_others, others_median
 from prismcalib.graph import Int32Array, Int64Array
+from prismcalib.launch_delays import OwnDelays
 from prismcalib.peers import Peers, operation_sorts
 from prismcalib.places import Places, group_family
 from prismcalib.wording import RankNames, parts_of_spans, percent_text
@@ -67,6 +68,10 @@ _STAGE_TABLE: dict[Peers, str] = {
     "position": "the table of stages compares ranks of one stage only",
 }
 _LEAST_SAVING = 0.005
+_LEAST_PART = 0.25
+"""Share of what launch delays cost from which a rank's own are named."""
+_MOST_PART = 0.5
+"""Share from which they are those of one rank, if no other costs half as much."""
 _MOST_OF_A_SORT = 8
 
 
@@ -116,6 +121,7 @@ def find_causes(
     actual: Int64Array,
     base: Int64Array,
     peers: Peers,
+    delays: Sequence[OwnDelays] = (),
 ) -> tuple[Cause, ...]:
     """Name the causes that cost half a percent of the step time or more, largest first.
 
@@ -127,6 +133,7 @@ def find_causes(
         actual: int64[n], durations without waiting.
         base: int64[S], step times as they were.
         peers: what the tables of parts compare with; causes say how they differ from it.
+        delays: what the launch delays of single ranks cost, largest first, if that is known.
     """
     suspects = [
         *_slow_ranks_and_stages(nodes, header, places, actual, peers),
@@ -145,19 +152,32 @@ def find_causes(
         )
         for suspect, time in zip(suspects, times[1:], strict=True)
     ]
-    causes.append(_launch_delays(now, float(base.mean())))
+    causes.append(_launch_delays(now, float(base.mean()), delays, RankNames.of(header)))
     found = [cause for cause in causes if cause.saves >= _LEAST_SAVING]
     return tuple(sorted(found, key=lambda cause: -cause.saves))
 
 
-def _launch_delays(without: float, base: float) -> Cause:
+def _launch_delays(
+    without: float, base: float, delays: Sequence[OwnDelays], names: RankNames
+) -> Cause:
+    lost = base - without
+    whose = [one for one in delays if one.step_ns - without > _LEAST_PART * lost]
+    where, alone = "host", ""
+    if whose:
+        alone = "; with the delays of one rank only: " + ", ".join(
+            f"{one.step_ns / 1e6:,.3f} ms of rank {names.text(one.rank)}" for one in whose
+        )
+        # One that explains most of it, and nobody else half as much.
+        first, second, *_ = [*(one.step_ns - without for one in whose), 0.0]
+        if first > _MOST_PART * lost and second <= first / 2:
+            where = f"host of rank {names.text(whose[0].rank)}"
     return Cause(
         "launch-delays",
-        "host",
+        where,
         1 - without / base if base else 0.0,
         "if every operation starts as soon as it can (share of the step as it was)",
         f"operations start later than they could; without that the step takes "
-        f"{without / 1e6:,.3f} ms instead of {base / 1e6:,.3f} ms",
+        f"{without / 1e6:,.3f} ms instead of {base / 1e6:,.3f} ms{alone}",
         "look for garbage collection, data loading and synchronising calls on the host",
     )
 

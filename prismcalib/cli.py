@@ -48,7 +48,7 @@ def critical_path(
     from prismcalib.lateness import find_late_ranks
     from prismcalib.paths import ShareColumn, calibrated_trace
     from prismcalib.paths import critical_path as find_path
-    from prismcalib.wording import RankNames, idle_inside
+    from prismcalib.wording import ONE_STEP_PATH, RankNames, idle_inside
 
     opened = calibrated_trace(trace)
     names = RankNames.of(opened.header)
@@ -59,7 +59,11 @@ def critical_path(
         print_json({**path.as_dict(limit), "waited_for": waited})
         return
     if late is not None:
-        print(f"{late.sentence}; `prismcalib stragglers` looks for the cause\n")
+        more = (
+            "; who of them waited for others first shows `prismcalib waits`, and "
+            "`prismcalib stragglers` looks for the cause"
+        )
+        print(f"{late.sentence}{more if late.wait_ns else ''}\n")
     inside = idle_inside(opened.header)
 
     def part(ns: int) -> tuple[str, str]:
@@ -80,10 +84,7 @@ def critical_path(
         ],
     )
     if path.lead_in_ns * 2 > path.length_ns:
-        print(
-            "\nnothing recorded leads from one step to the next: the path shows only the last; "
-            "`prismcalib stragglers` judges all steps"
-        )
+        print(f"\n{ONE_STEP_PATH}")
     if late is not None and late.wait_ns:
         print()
         table(
@@ -158,9 +159,10 @@ def predict(
     Example: prismcalib predict aligned.parquet
     """
     from prismcalib.durations import format_ns
+    from prismcalib.prediction import BEFORE_PATH
     from prismcalib.prediction import predict as predict_step
     from prismcalib.step_times import steps_text
-    from prismcalib.wording import RankNames, idle_inside
+    from prismcalib.wording import ONE_STEP_PATH, RankNames, idle_inside
     from prismtrace.trace import read_header, trace_files
 
     with progress("resampling steps"):
@@ -213,6 +215,8 @@ def predict(
         ("", "share"),
         [(name, f"{share:.1%}") for name, share in prediction.basis.items()],
     )
+    if prediction.basis.get(BEFORE_PATH, 0) > 0.5:
+        print(f"\n{ONE_STEP_PATH}")
 
 
 @app.command()

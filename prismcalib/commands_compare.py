@@ -170,14 +170,16 @@ def _print_health(found: Health, names: RankNames, limit: int, slower: float) ->
         f"usually x {found.usual_ratio:.3f} of what was expected, "
         f"scatter between ranks {found.scatter:.1%}"
     )
+    # Two ranks are held against what was expected, see `device_health`.
+    against = "the others" if found.ranks.height > 2 else "expected"
     if not found.findings:
-        print("no rank stands out from the others")
+        print(f"no rank {'stands out from the others' if found.ranks.height > 2 else 'is slow'}")
     if found.usual_ratio > 1 + slower:
         print("but all of them together are slower than expected")
     for finding in found.findings:
         where = ", ".join(filter(None, (finding.host, finding.unit)))
         print(
-            f"rank {names.text(finding.rank)}{f' ({where})' if where else ''}: {finding.above:.1%} slower than the others "
+            f"rank {names.text(finding.rank)}{f' ({where})' if where else ''}: {finding.above:.1%} slower than {against} "
             f"({finding.deviations:.0f} deviations), {finding.slowed_share:.0%} of its computation "
             f"slowed, most in {finding.slowest}: {finding.verdict}"
         )
@@ -189,7 +191,7 @@ def _print_health(found: Health, names: RankNames, limit: int, slower: float) ->
             "host",
             "operations",
             "computation",
-            "against others",
+            "against others" if found.ranks.height > 2 else "against expected",
             "deviations",
             "transfers",
         ),

@@ -171,12 +171,26 @@ class RowPicker:
     def _unknown(self, name: str, shown: str) -> PredicateError:
         near = difflib.get_close_matches(name, self.columns, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
+        if column := self._column_with(name):
+            hint = f"text stands in quotes: {column} = '{name}'; "
         usable = [column for column in self.columns if not self._is_empty(column)]
         return PredicateError(
             f"there is no column {name}",
             where=shown,
             hint=f"{hint}columns with values: {', '.join(usable)}",
         )
+
+    def _column_with(self, text: str) -> str | None:
+        """A column in which the text is a value."""
+        texts = ("kind", "phase", "group_name", "dtype", "reduce_op", "name")
+        for column in texts:
+            if (
+                column in self.columns
+                and not self._is_empty(column)
+                and (self.values(column) == text).any()
+            ):
+                return column
+        return None
 
     def _is_empty(self, column: str) -> bool:
         name = "group" if column.startswith("group_") else column

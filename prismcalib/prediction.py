@@ -169,6 +169,10 @@ def rank_times(nodes: pl.DataFrame, window_ns: int) -> pl.DataFrame:
     )
 
 
+BEFORE_PATH = "before the path starts"
+"""In `Prediction.basis`: the part of the window that the path does not cover."""
+
+
 def path_basis(path: CriticalPath) -> dict[str, float]:
     """Shares of the path by what is known about it, largest first; they add up to 1."""
     local = pl.col("kind").is_in([kind.value for kind in LOCAL_KINDS])
@@ -184,8 +188,8 @@ def path_basis(path: CriticalPath) -> dict[str, float]:
         .agg(pl.col("busy_ns").sum() - pl.col("inner_idle_ns").sum())
         .rows()
     )
-    idle = path.gap_ns + path.lead_in_ns + path.inner_idle_ns
-    times = {**dict(known), "idle, as recorded": idle}
+    idle = path.gap_ns + path.inner_idle_ns
+    times = {**dict(known), "idle, as recorded": idle, BEFORE_PATH: path.lead_in_ns}
     length = max(path.length_ns, 1)
     shares = {name: time / length for name, time in times.items() if time}
     return dict(sorted(shares.items(), key=lambda item: (-item[1], item[0])))

@@ -73,7 +73,8 @@ def cycle_error(graph: Graph, finished: Int32Array) -> CycleError:
             "ranks issue these communications in different orders, or an exchange that was "
             "coalesced in reality (batch_isend_irecv) was recorded as separate operations"
             + (
-                "; if sends do not wait for their receiver there, merge with --eager-below BYTES"
+                "; if sends do not wait for their receiver there, merge with --eager-below BYTES, "
+                "more than these carry"
                 if sends
                 else ""
             )

@@ -30,6 +30,7 @@ from prismcalib.build import graph_from_trace
 from prismcalib.causes import Cause, find_causes
 from prismcalib.errors import MergeInputError
 from prismcalib.graph import Graph, Int32Array, Int64Array
+from prismcalib.launch_delays import OwnDelays, delays_put_back
 from prismcalib.peers import Peers, is_operation_level, kind_labels, peer_durations
 from prismcalib.places import Places
 from prismcalib.propagation import Engine, pick_engine, propagate, propagate_batch
@@ -198,6 +199,7 @@ def find_stragglers(
         peers if peers != "auto" else ("type" if is_operation_level(header) else "position")
     )
     timeline = Timeline.of(graph, nodes, header, engine)
+    delays = () if isinstance(nodes, Layout) else timeline.delays(graph, nodes)
     del graph  # with its lags and releases, which the timeline has not
     actual = timeline.graph.duration_ns
     ideal, without_peers = peer_durations(nodes, header, actual, chosen)
@@ -224,7 +226,9 @@ def find_stragglers(
         peers=chosen,
         without_peers=without_peers,
         parts=parts,
-        causes=find_causes(nodes, header, places, timeline.mean_step_ns, actual, base, chosen),
+        causes=find_causes(
+            nodes, header, places, timeline.mean_step_ns, actual, base, chosen, delays
+        ),
         not_simulated=left_out,
         source_ranks=RankNames.of(header).source,
     )
@@ -306,10 +310,17 @@ class Timeline:
             engine=chosen,
         )
 
-    def step_ns(self, durations: Int64Array) -> Int64Array:
-        """int64[K, S], times of the steps that count, with durations int64[n, K]."""
+    def step_ns(self, durations: Int64Array, graph: Graph | None = None) -> Int64Array:
+        """int64[K, S], times of the steps that count, with durations int64[n, K].
+
+        `graph`: with some of the launch delays; by default without.
+        """
         timing = propagate_batch(
-            self.graph, durations, steps=self.step, order=self.order, engine=self.engine
+            self.graph if graph is None else graph,
+            durations,
+            steps=self.step,
+            order=self.order,
+            engine=self.engine,
         )
         if self.separate and timing.step_end_ns is not None:
             return counted_steps(timing.step_end_ns - timing.begin_ns, self.warmup)
@@ -331,6 +342,15 @@ class Timeline:
                 durations[:, column] = make()
             blocks.append(self.step_ns(durations).mean(axis=1))
         return np.concatenate(blocks)
+
+    def delays(self, graph: Graph, nodes: Tables) -> tuple[OwnDelays, ...]:
+        """What the launch delays of single ranks cost; `graph` has those of all."""
+        rank = _joined(nodes, pl.col("rank").alias("label"))
+        laid_out = bool(self.cut) or (self.separate and len(self.steps) > 1)
+        actual = self.graph.duration_ns[:, None]
+        return delays_put_back(
+            graph, rank, lambda some: float(self.step_ns(actual, some).mean()), starts=not laid_out
+        )
 
     @property
     def width(self) -> int:

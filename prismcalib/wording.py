@@ -8,6 +8,7 @@ from prismtrace.ranks import parse_ranks
 from prismtrace.schema import TraceHeader, TraceKind
 
 __all__ = [
+    "ONE_STEP_PATH",
     "PART_MEANINGS",
     "RankNames",
     "idle_inside",
@@ -16,6 +17,12 @@ __all__ = [
     "percent_text",
     "share_text",
 ]
+
+ONE_STEP_PATH = (
+    "nothing recorded leads from one step to the next: the path shows only the last; "
+    "`prismcalib stragglers` judges all steps"
+)
+"""Where more than half of the window lies before the critical path starts."""
 
 PART_MEANINGS = (
     "slowdown: the ideal step with only this part's own durations put back, over the ideal step",

@@ -12,8 +12,10 @@ from prismreplay.command_options import Json
 from prismtrace import console
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from prismreplay.record import RecordReport
-    from prismtrace.assembling import AssembleReport
+    from prismtrace.assembling import AssembleReport, LastCommunication
 
 __all__ = ["record"]
 
@@ -117,9 +119,30 @@ def _assemble(folder: Path, output: Path, *, json: bool) -> None:
             "not all ranks finished are left out",
             file=sys.stderr,
         )
+        print("the last communication of every rank:", file=sys.stderr)
+        for line in _last_lines(made.last):
+            print(f"  {line}", file=sys.stderr)
     if made.missing_ranks:
         print(f"warning: no spool of {len(made.missing_ranks)} ranks", file=sys.stderr)
     _show(made, json=json)
+
+
+def _last_lines(last: Iterable[LastCommunication]) -> Iterator[str]:
+    """One line for ranks that stood at the same place; those of the fewest first."""
+    from prismtrace.ranks import name_ranks
+
+    alike: dict[str, list[int]] = {}
+    for one in last:
+        where = "none"
+        if one.kind is not None:
+            number = "" if one.seq is None else f" {one.seq}"
+            peer = "" if one.peer is None else f" (rank {one.peer})"
+            where = f"{one.kind}{number}{peer} of group {one.group!r}"
+            where += ", ended" if one.ended else ", did not end"
+        where += "; its program came to its end" if one.finished else ""
+        alike.setdefault(where, []).append(one.rank)
+    for where, ranks in sorted(alike.items(), key=lambda item: len(item[1])):
+        yield f"{name_ranks(ranks)}: {where}"
 
 
 def _show(report: RecordReport | AssembleReport, *, json: bool) -> None:

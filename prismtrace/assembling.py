@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from prismtrace.errors import InputFileError, RankError
 from prismtrace.input_files import files_of, unreadable
 from prismtrace.output import refuse_inputs
-from prismtrace.schema import P2P_KINDS
+from prismtrace.schema import LOCAL_KINDS, P2P_KINDS
 from prismtrace.spool import TAG
 
 if TYPE_CHECKING:
@@ -21,9 +21,32 @@ if TYPE_CHECKING:
     from prismtrace.schema import ClockDomain, ProcessGroup, TraceHeader
     from prismtrace.spool import Spool
 
-__all__ = ["AssembleReport", "assemble"]
+__all__ = ["AssembleReport", "LastCommunication", "assemble"]
 
 PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class LastCommunication:
+    """Where a rank stood when its recording ended: the last communication that it issued.
+
+    Attributes:
+        rank: the rank.
+        kind: of the communication; None if it issued none.
+        group: name of its process group.
+        seq: its number within the group; None for sends and receives.
+        peer: the other side of a send or receive, or the root.
+        ended: whether it ended on this rank.
+        finished: whether the rank's program came to its own end.
+    """
+
+    rank: int
+    kind: str | None = None
+    group: str | None = None
+    seq: int | None = None
+    peer: int | None = None
+    ended: bool = True
+    finished: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,8 +54,8 @@ class AssembleReport:
     """What became of the spools.
 
     `cut_ranks` were ended before they closed their spool (killed, crashed); then `dropped`
-    rows that do not belong to steps finished by all ranks were left out. `policies` counts
-    what was assumed, as in the trace's header.
+    rows that do not belong to steps finished by all ranks were left out, and `last` says where
+    every rank stood. `policies` counts what was assumed, as in the trace's header.
     """
 
     output: Path
@@ -45,6 +68,7 @@ class AssembleReport:
     cut_ranks: tuple[int, ...] = ()
     dropped: int = 0
     policies: dict[str, int] = field(default_factory=dict)
+    last: tuple[LastCommunication, ...] = ()
 
 
 def assemble(
@@ -117,6 +141,7 @@ def assemble(
         cut_ranks=tuple(sorted(job.cut)),
         dropped=job.dropped,
         policies=made.policies,
+        last=tuple(job.last[rank] for rank in sorted(job.last)) if job.cut else (),
     )
 
 
@@ -148,6 +173,7 @@ class _Job:
     """Rank -> rows."""
     cut: set[int] = field(default_factory=set)
     dropped: int = 0
+    last: dict[int, LastCommunication] = field(default_factory=dict)
     queued: bool = False
     """Start of a communication is when it was issued, not when the backend began with it."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -190,6 +216,8 @@ class _Job:
         if not spool.ended or "failed" in spool.facts:
             self.cut.add(rank)
             self.counts["cut-rank"] += 1
+        names = {number: key[1] for number, key in self._groups[rank].items()}
+        self.last[rank] = _last_of(rank, frame, names, finished=rank not in self.cut)
         return frame
 
     def check_ranks(self, header: TraceHeader | None) -> None:
@@ -324,6 +352,29 @@ class _Job:
             group=pl.col("group").replace_strict(groups, default=None, return_dtype=pl.Int32),
             stream=pl.col("stream").replace_strict(streams, return_dtype=pl.Int16),
         )
+
+
+def _last_of(
+    rank: int, frame: pl.DataFrame, names: dict[int, str], *, finished: bool
+) -> LastCommunication:
+    """The last communication of a rank's rows, which are in the order in which it issued them."""
+    import polars as pl
+
+    local = pl.col("kind").cast(pl.String).is_in([kind.value for kind in LOCAL_KINDS])
+    found = frame.filter(~local).tail(1).to_dicts()
+    if not found:
+        return LastCommunication(rank, finished=finished)
+    row = found[0]
+    return LastCommunication(
+        rank,
+        kind=row["kind"],
+        group=names.get(row["group"]),
+        seq=None if row["kind"] in P2P_KINDS else row["seq"],
+        peer=row["peer"],
+        # One whose end nobody saw ends when it starts, see `rank_rows`.
+        ended=row["dur_ns"] != 0,
+        finished=finished,
+    )
 
 
 def _moved(rows: pl.LazyFrame, later: pl.DataFrame, rank: int) -> pl.LazyFrame:

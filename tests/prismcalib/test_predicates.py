@@ -49,6 +49,8 @@ def test_texts_keep_their_quotes(picker):
     ("where", "message", "hint"),
     [
         ("kin = 'send'", "no column kin", "did you mean kind?"),
+        ("kind = all_reduce", "no column all_reduce", "in quotes: kind = 'all_reduce'"),
+        ("group_name = world", "no column world", "in quotes: group_name = 'world'"),
         ("rank <", "cannot be read", "such as"),
         ("", "cannot be read", "such as"),
         ("rank = 1; drop", "cannot be read", "such as"),

@@ -79,6 +79,10 @@ def test_size_alone_decides_when_one_group_fits() -> None:
     with pytest.raises(GroupError, match="names no process group and 2 fit") as caught:
         found.assign(0, comm())
     assert "'0' = ranks 0-3, '1' = ranks 0-1" in str(caught.value)
+    assert "tell the groups of collectives; or keep" in str(caught.value.hint)
+    with pytest.raises(GroupError, match="send names no process group") as caught:
+        found.assign(0, CommOp(Kind.SEND))
+    assert "nor would dumps" in str(caught.value.hint)
     with pytest.raises(GroupError, match="none of its size is known"):
         found.assign(0, comm(group_size=3))
 

@@ -19,6 +19,7 @@ import polars as pl
 import pytest
 
 from prismtrace.converters import convert
+from prismtrace.converters.inputs import expand_inputs
 from prismtrace.errors import (
     AlignmentError,
     GroupError,
@@ -403,6 +404,10 @@ def test_inputs_that_are_not_there(tmp_path: Path) -> None:
         with pytest.raises(InputFileError, match=text) as caught:
             convert(inputs, output)
         assert caught.value.hint
+    (tmp_path / "empty" / "jobs").mkdir()
+    with pytest.raises(InputFileError) as outer:
+        convert(tmp_path / "empty", output)
+    assert str(outer.value.hint).endswith("the folders in it are not looked into: jobs")
     file, _ = write_files(tmp_path / "in", good(0), good(1))
     with pytest.raises(RankError, match="given twice"):
         convert([file, file], output)
@@ -410,6 +415,13 @@ def test_inputs_that_are_not_there(tmp_path: Path) -> None:
         convert(file, output, ranks={"other.json": 1})
     with pytest.raises(RankError, match="not negative"):
         convert(file, output, ranks={file.name: -1})
+
+
+def test_a_folder_of_operation_logs(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("dp_rank,stage,step,optype,start_ts,duration\n")
+    (tmp_path / "other.csv").write_text("a,b\n")
+    assert expand_inputs(tmp_path) == [log]
 
 
 def test_unreadable_file(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import polars as pl
 import pytest
 
 import prismtrace as pt
+from prismtrace.assembling import LastCommunication
 from prismtrace.errors import InputFileError, OutputError, RankError, ValidationError
 from prismtrace.recorder import CHUNK_ROWS
 from prismtrace.spool import frame_of, read_spool
@@ -136,10 +137,36 @@ def test_what_a_killed_program_has_written_is_kept(tmp_path, repo):
         assert done.returncode == -signal.SIGKILL
     report = pt.assemble(tmp_path, tmp_path / "out.parquet")
     assert report.cut_ranks == (0, 1)
+    assert report.last == (
+        LastCommunication(0, "barrier", "dp", 2),
+        LastCommunication(1, "barrier", "dp", 4),
+    )
     assert report.steps == (0, 1, 2), "the steps that both ranks finished"
     assert report.nodes == 2 * 3 * 601
     assert report.dropped == 1 + 2 * 601 + 1
     assert pt.validate(pt.open(tmp_path / "out.parquet")) == []
+
+
+def test_where_ranks_stood_that_hang(tmp_path):
+    """Rank 0 waits in a barrier that rank 1, which ends as it should, never comes to."""
+    for rank in range(3):
+        writer = pt.SpanWriter(tmp_path / f"{rank}.spool", rank=rank, world_size=3)
+        writer.group("dp", [0, 1])
+        writer.span("work", 0, 1)
+        if rank < 2:
+            writer.communication("all_reduce", "dp", 0, 1, 2, stream="dp")
+        if rank == 0:
+            writer.communication("barrier", "dp", 1, 2, None, stream="dp")
+            writer.flush()
+        else:
+            writer.close()
+    report = pt.assemble(tmp_path, tmp_path / "out.parquet")
+    assert report.cut_ranks == (0,)
+    assert report.last == (
+        LastCommunication(0, "barrier", "dp", 1, ended=False),
+        LastCommunication(1, "all_reduce", "dp", 0, finished=True),
+        LastCommunication(2, finished=True),
+    )
 
 
 def test_the_end_of_a_spool_may_be_missing_anywhere(tmp_path):
