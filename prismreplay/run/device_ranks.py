@@ -6,10 +6,13 @@ ranks begin. Nothing here touches the GPU before the program does.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +20,7 @@ import torch
 
 from prismreplay.collect.handover import Place
 from prismreplay.collect.pool import Observed
+from prismreplay.errors import PlanError
 from prismreplay.run.clock import RunClock
 from prismreplay.run.device_pacing import Pacing, PlanPacer
 from prismreplay.run.device_plan import DevicePlan
@@ -108,11 +112,28 @@ def make_devices() -> tuple[CudaDevices, Streams]:
     return devices, CudaStreams(devices)
 
 
-def make_pacing(plan: DevicePlan) -> Pacing:
-    """What launches holds on the program's current GPU."""
+def make_pacing(plan: DevicePlan, *, slots: mmap.mmap | None) -> Pacing:
+    """What launches holds on the program's current GPU.
+
+    Args:
+        plan: of the rank.
+        slots: memory that ranks on several GPUs share; None: there is but one.
+
+    Raises:
+        PlanError: there are more operations than it has room for.
+    """
+    from prismreplay.plugin.advance_code import Table
     from prismreplay.plugin.advancing import Advancer
 
-    return Advancer(plan.layout, describe=plan.describe)
+    if slots is None:
+        return Advancer(plan.layout, describe=plan.describe)
+    if 8 * plan.layout.slots(Table.SHARED) > len(slots):
+        raise PlanError(
+            "the plan has more operations than ranks on several GPUs have room for",
+            hint="fewer steps, or one sandbox rank",
+        )
+    address = ctypes.addressof(ctypes.c_char.from_buffer(slots))
+    return Advancer(plan.layout, describe=plan.describe, shared=address)
 
 
 def make_stretching() -> Any:
@@ -154,7 +175,8 @@ def observe_device_rank(
     roles: list[DeviceRole] = []
     pacer = None
     if orders.plan is not None:
-        pacer = PlanPacer(orders.plan, ledger.origin_ns, make_pacing)
+        pacing = partial(make_pacing, slots=ledger.slots)
+        pacer = PlanPacer(orders.plan, ledger.origin_ns, pacing)
     pace = None
     if options.spins:
         kernels = PaceKernels(

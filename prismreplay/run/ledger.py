@@ -21,6 +21,8 @@ _SLOTS = 4096
 """Operations that are remembered; older ones are overwritten."""
 _FIELDS = 3  # tag, machine time, debt
 _WORD = 8
+_SLOTS_BYTES = 64 << 20
+"""Of memory that is taken only where it is written to."""
 
 
 class Arrival(NamedTuple):
@@ -40,6 +42,12 @@ class Ledger:
         self._words = memoryview(self._memory).cast("q")
         self.machine: Callable[[], int] = time.monotonic_ns
         """The clock that the ranks share; on other hosts than the first, that one's."""
+        self.slots: mmap.mmap | None = None
+        """Where ranks on several GPUs tell each other's GPUs when they arrive."""
+
+    def share_slots(self) -> None:
+        """Make room for times that GPUs tell each other; before ranks are forked."""
+        self.slots = mmap.mmap(-1, _SLOTS_BYTES)
 
     @property
     def origin_ns(self) -> int:

@@ -180,6 +180,8 @@ def run_sandbox(
         here = tuple(rank for rank in options.sandbox if rank not in remote)
         ledger = Ledger([*here, *map(participant, range(options.assistants))])
         gpus = () if ran_on_cpus(graph.header) else _gpus(options, here)
+        if len(gpus) > 1:
+            ledger.share_slots()
         if gpus and remote:
             raise PlanError("sandbox ranks of several hosts run on CPUs, and this host has GPUs")
         job = Job(

@@ -93,12 +93,13 @@ class FakeStreams:
 class FakePacing:
     """`prismreplay.plugin.advancing.Advancer`, with the host in place of the device."""
 
-    def __init__(self, plan):
+    def __init__(self, plan, *, slots):
         from prismreplay.plugin import advance_simulation
 
         self.simulation = advance_simulation
         self.layout = plan.layout
-        self.tables = advance_simulation.new_tables(self.layout)
+        shared = None if slots is None else memoryview(slots).cast("q")
+        self.tables = advance_simulation.new_tables(self.layout, shared)
         self.describe = plan.describe
         self.running = {}
         self.debt_ns = 0

@@ -328,6 +328,22 @@ def _local(path):
     return open_trace(path).collect().filter(pl.col("kind").is_in(["compute", "memcpy"])).height
 
 
+def test_sandbox_ranks_on_two_gpus_tell_each_other_when_they_arrive(timed_job, gpu, tmp_path):
+    calibrated = _sliced(timed_job, 4)
+    gpu(2)
+    tensors = read_choices(tensors=_tensors(timed_job[0]))
+    outcome = run_sandbox(
+        timed_job[1],
+        calibrated,
+        tmp_path / "run.parquet",
+        RunOptions(sandbox=(0, 2), shown=(), tensors=tensors),
+        lambda: Timing(compile_plan(calibrated, (0, 2))),
+    )
+    report = report_of(outcome, calibrated, timed=True)
+    assert [one.device["holds"] for one in report.ranks] == [12, 12]
+    assert report.step_ns > 40e6
+
+
 def test_steps_take_what_the_slowest_virtual_rank_takes(timed_job, tmp_path):
     calibrated = _sliced(timed_job, 4)
     tensors = read_choices(tensors=_tensors(timed_job[0]))
