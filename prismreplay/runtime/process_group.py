@@ -573,6 +573,8 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
                 self._batch_over(batch.number)
         finally:
             self._batch, batch.open = None, False
+            for work in batch.works:
+                work.leave_batch()
 
     def joined(self, batch: Batch) -> JointWork:
         """One handle for all operations of a batch."""

@@ -71,6 +71,10 @@ class PrismWork(Work):  # type: ignore[misc]
             self._release()
         return True
 
+    def leave_batch(self) -> None:
+        """The batch is launched. It holds this: a circle would keep tensors for long."""
+        self._batch = None
+
     def _wait_by_future(self) -> None:
         if not self._finished:
             self._finish(getattr(self._pending, "wait_by_future", self._pending.wait))

@@ -379,3 +379,42 @@ def test_large_collectives_need_not_be_performed_to_collect_a_graph(job, tmp_pat
         line for line in wanted[2] if line.startswith(("recv", "integers", "objects"))
     ]
     assert told != wanted[2]
+
+
+HOLDING = """
+    import gc, os, warnings
+    import torch
+    import torch.distributed as dist
+    warnings.simplefilter("ignore")
+    gc.disable()
+    other = int(os.environ["RANK"]) ^ 1
+    dist.init_process_group("nccl")
+
+    def count():
+        return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+
+    def communicate():
+        x, y = torch.ones(4), torch.empty(4)
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+        there, back = dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, y, other)
+        for work in dist.batch_isend_irecv([there, back]):
+            work.wait()
+        dist.all_gather_object([None] * 4, "text")
+
+    communicate()
+    before = count()
+    communicate()
+    print(count() - before)
+    dist.destroy_process_group()
+"""
+
+
+def test_no_tensor_outlives_its_communication(tmp_path):
+    program = tmp_path / "holding.py"
+    program.write_text(dedent(HOLDING))
+    call = ProgramCall(str(program), ())
+    options = CollectOptions(RANKS, 2, shown=(), tensors=read_choices(record="all"))
+    collect(call, tmp_path / "bare.parquet", options)
+    outcome = _run((tmp_path, call, None), tmp_path / "run.parquet", (0,))
+    assert _printed(outcome.log_dir, 0) == ["0"]
