@@ -2,7 +2,8 @@
 
     python benchmarks/chakra.py [--nodes 1000000]
 
-Nodes are made up: two dependencies and a stream each, every tenth a collective. Rates are nodes
+Nodes are made up: two dependencies and a stream each, every tenth a collective. They wait for
+the two before them or, a second time, for two of the fifty before. Rates are nodes
 a second of CPU time (user and system, all threads: of a core), each measured in a fresh
 process: reading the frames into columns; the same with the protobuf library, a Python object
 for each message, reading the same fields and nothing else; a whole conversion, written to
@@ -52,6 +53,9 @@ def main() -> None:
         show("made up", path)
         for task in ("decode", "library", "convert", "export"):
             measure(task, str(path))
+        path.write_bytes(made_up(options.nodes, beside=True))
+        show("made up, nodes run beside each other", path)
+        measure("convert", str(path))
         recorded = DATA / "chakra.0.et.gz"
         if recorded.exists():
             plain = folder / "recorded.0.et"
@@ -73,17 +77,20 @@ def measure(task: str, path: str) -> None:
     print(f"  {task:8} {rate:10,.0f} nodes/s of a core, peak {found['peak_kb'] / 1e3:,.0f} MB")
 
 
-def made_up(nodes: int) -> bytes:
+def made_up(nodes: int, *, beside: bool = False) -> bytes:
     from prismtrace.converters.chakra.messages import message_class
 
     node_class = message_class("Node")
     text = bytearray()
     for number in range(nodes):
+        deps = {number - 1, number - 2}
+        if beside:
+            deps = {number - 2 - number * 7919 % 48, number - 3 - number * 104729 % 47}
         node = node_class(
             id=number,
             name=f"kernel_{number % 500}",
             type=4 if number % 10 else 7,
-            data_deps=range(max(0, number - 2), number),
+            data_deps=sorted(dep for dep in deps if dep >= 0),
             duration_micros=number % 1000,
         )
         node.attr.add(name="is_cpu_op", bool_val=False)

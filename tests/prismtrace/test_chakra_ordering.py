@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,15 +31,25 @@ def pairs_of(edges):
     return list(zip(edges.node.tolist(), edges.dep.tolist(), strict=True))
 
 
-@given(graphs())
-def test_nodes_start_when_the_last_that_they_wait_for_has_ended(graph):
+@contextmanager
+def parts_of(size):
+    most, ordering._PART_NODES = ordering._PART_NODES, size
+    try:
+        yield
+    finally:
+        ordering._PART_NODES = most
+
+
+@given(graphs(), st.integers(1, 30))
+def test_nodes_start_when_the_last_that_they_wait_for_has_ended(graph, part):
     edges, _, _, dur = graph
     end = [0] * len(dur)
     start = []
     for node, duration in enumerate(dur.tolist()):
         start.append(max([end[dep] for of, dep in pairs_of(edges) if of == node], default=0))
         end[node] = start[node] + duration
-    assert lay_out(edges, dur).tolist() == start
+    with parts_of(part):
+        assert lay_out(edges, dur).tolist() == start
 
 
 @given(graphs(), st.integers(1, 30))
@@ -50,11 +62,8 @@ def test_of_each_stream_the_last_is_waited_for(graph, part):
         if before and chained[node]:
             pairs.add((node, before[-1]))
     last = {(node, int(stream[dep])): dep for node, dep in sorted(pairs)}
-    most, ordering._PART_NODES = ordering._PART_NODES, part
-    try:
+    with parts_of(part):
         found = add_stream_order(edges, stream, chained, count)
-    finally:
-        ordering._PART_NODES = most
     assert pairs_of(found) == sorted((node, dep) for (node, _), dep in last.items())
 
 

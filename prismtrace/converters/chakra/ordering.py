@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
@@ -251,7 +251,7 @@ def add_stream_order(edges: Edges, stream: Ints, chained: Bools, count: int) -> 
 
 
 _PART_NODES = 1 << 16
-"""Nodes of a part."""
+"""Nodes, or edges, of a part."""
 
 
 def _before_on_stream(stream: Ints, chained: Bools) -> Ints:
@@ -288,7 +288,11 @@ def lay_out(edges: Edges, dur: Ints) -> Ints:
     end: Ints = total - (total - dur)[firsts][stretch]  # since the stretch began
     ahead = is_first[node]
     node, dep = node[ahead], dep[ahead]
-    waits = zip(stretch[dep].tolist(), end[dep].tolist(), strict=True)
+    # As Python's numbers a part at a time: they take several times the memory.
+    parts = (dep[first : first + _PART_NODES] for first in range(0, len(dep), _PART_NODES))
+    waits = chain.from_iterable(
+        zip(stretch[part].tolist(), end[part].tolist(), strict=True) for part in parts
+    )
     starts: list[int] = []
     for number in np.bincount(node, minlength=count)[firsts].tolist():
         at = 0
