@@ -96,6 +96,15 @@ def record(
         if error.report:
             print(error.report, file=sys.stderr)
         raise
+    except KeyboardInterrupt:
+        kept = spools or output.with_suffix(".spools")
+        if any(kept.glob("*.spool")):
+            print(
+                "note: what was recorded until then is kept, and tells where every rank stood: "
+                f"prismreplay record --assemble {kept} -o {output}",
+                file=sys.stderr,
+            )
+        raise
     _show(report, json=json)
 
 

@@ -12,6 +12,8 @@ import polars as pl
 
 from prismcalib.paths import CriticalPath, critical_path
 from prismcalib.prediction import path_basis, predict
+from prismtrace.schema import TransferSource
+from prismtrace.trace import open_trace
 
 __all__ = ["Findings", "Share", "find", "losses_in"]
 
@@ -96,7 +98,7 @@ def find(
         ranks_on_path=dict(path.shares("rank").select("rank", "share").iter_rows()),
         basis=path_basis(path),
         losses={rank: found for rank in sandbox if (found := losses_in(_printed(logs, rank)))},
-        warnings=tuple(_warnings(reports)),
+        warnings=tuple(_warnings(reports, calibrated)),
         comparison=run["comparison"],
         emulated_step_ns=run["step_ns"],
         steps=len(run["steps"]),
@@ -126,6 +128,14 @@ def _of_counted_steps(path: CriticalPath, warmup: int) -> CriticalPath:
     )
 
 
+def _unknown_kinds(calibrated: Path) -> str:
+    """Kinds of the transfers that nobody knows, and how many: ` (32 barrier)`."""
+    unknown = pl.col("transfer_source").cast(pl.String) == TransferSource.NONE.value
+    kinds = open_trace(calibrated).nodes.filter(unknown).group_by("kind").len()
+    counts = kinds.sort("len", "kind", descending=[True, False]).collect().rows()
+    return f" ({', '.join(f'{count:,} {kind}' for kind, count in counts)})" if counts else ""
+
+
 def losses_in(text: str) -> tuple[float, ...]:
     """Losses that a program printed, in order: the number after the word, once a line.
 
@@ -140,7 +150,7 @@ _LOSS = re.compile(
 )
 
 
-def _warnings(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _warnings(reports: Mapping[str, Mapping[str, Any]], calibrated: Path) -> Iterator[str]:
     slices, run = reports["slice"], reports["run"]
     if not slices["timing_true"]:
         yield (
@@ -151,8 +161,8 @@ def _warnings(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     unknown, known = merged["unknown_transfers"], sum(merged["sources"].values())
     if unknown > _FEW * known:
         yield (
-            f"{unknown:,} of {known:,} transfers are not known and count as nothing: no slice had "
-            "their whole group. More --devices, or a table of their times (--comm-table), help"
+            f"{unknown:,} of {known:,} transfers are not known and count as nothing"
+            f"{_unknown_kinds(calibrated)}: no slice had their whole group. More --devices, or a table of their times (--comm-table), help"
         )
     if slices["rounds"] and not slices["rounds"][-1]["settled"]:
         yield "durations have not settled: refine more, or repeat slices"

@@ -7,8 +7,10 @@ import math
 import pytest
 
 import prismcalib
+import prismtrace
 from prismcalib import synth
 from prismreplay.emulation.findings import find, losses_in
+from tests.prismtrace.conftest import build_trace
 
 RUN = {
     "step_ns": 900,
@@ -56,6 +58,14 @@ def test_doubts_are_told(found):
     assert "shared cores" in found.warnings[0]
     assert "40 of 100 transfers" in found.warnings[1]
     assert "by up to 50%" in found.warnings[2]
+
+
+def test_kinds_of_transfers_that_nobody_knows(tmp_path):
+    barrier = {"kind": "barrier", "group": 0, "seq": 0, "start_ns": 0, "dur_ns": 0, "wait_ns": 0}
+    rows = [barrier | {"rank": rank, "transfer_source": "none"} for rank in (0, 1)]
+    prismtrace.write(build_trace(*rows, kind="calibrated"), tmp_path / "calibrated.parquet")
+    found = find(tmp_path / "calibrated.parquet", REPORTS, tmp_path, ())
+    assert "count as nothing (2 barrier): no slice" in found.warnings[1]
 
 
 @pytest.mark.parametrize(
