@@ -31,9 +31,9 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-# 12 layers of 12.6 M parameters, and 0.5 M of embeddings: 152 M.
+# 8 layers of 12.6 M parameters, and 0.5 M of embeddings: 101 M.
 LARGE = [
-    *("--layers", "12", "--hidden", "1024", "--heads", "16", "--length", "256"),
+    *("--layers", "8", "--hidden", "1024", "--heads", "16", "--length", "256"),
     *("--batch-size", "8", "--microbatches", "4"),
 ]
 SMALL = ["--layers", "4", "--hidden", "128", "--heads", "4", "--length", "64"]
@@ -45,6 +45,9 @@ LAYOUTS = {
     "ddp-tp": ["--tp", "2"],
 }
 EVERYTHING = 1 << 40
+STAGES = ("collect", "slice", "merge", "run")
+LEAST_S = 50
+"""What one layout takes at least."""
 
 
 def emulate(
@@ -107,15 +110,28 @@ def emulate(
         ends = "\n".join(
             f"--- {one}\n{one.read_text(errors='replace')[-2500:]}" for one in logs[-3:]
         )
-        raise RuntimeError(f"exit code {child.returncode}: {command}\n{out}\n{err[-9000:]}\n{ends}")
+        done = "\n".join(_told(folder / "emulation" / f"{stage}.json") for stage in STAGES)
+        raise RuntimeError(
+            f"exit code {child.returncode}: {command}\n{out}\n{err[-9000:]}\n{ends}\n{done}"
+        )
     found: dict[str, Any] = {"findings": json.loads(out), "wall": {}}
-    for stage in ("collect", "slice", "merge", "run"):
+    for stage in STAGES:
         note = json.loads((folder / "emulation" / f"{stage}.json").read_text())
         found[stage], found["wall"][stage] = note["report"], note["wall_s"]
     said = results / f"rank-{sandbox:04d}.json"
     # The last stage has left its own there.
     found["losses"] = [float.fromhex(one) for one in json.loads(said.read_text())["losses"]]
     return found
+
+
+def _told(note: Path) -> str:
+    """What a stage that was done has said, in short."""
+    if not note.is_file():
+        return f"{note.stem}: not done"
+    told = json.loads(note.read_text())
+    report, wall = told["report"], told["wall_s"]
+    steps = [outcome["step_ns"] for outcome in report.get("outcomes", ())]
+    return f"{note.stem}: {wall:.1f} s {steps}"
 
 
 def device_of(found: dict[str, Any], rank: int = 0) -> dict[str, Any]:
@@ -158,7 +174,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     parser.add_argument("--only", default="ddp,fsdp,tp,pp", help=", ".join(LAYOUTS))
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--small", action="store_true", help="a tiny model, all of it recorded")
     parser.add_argument("--plain", action="store_true", help="also with all ranks, by NCCL")
     parser.add_argument("--budget", type=float, default=150, help="seconds in all")
@@ -168,7 +184,7 @@ def main() -> None:
     raw, lines, failed = {}, [HEAD], []
     for name in options.only.split(","):
         left = until - time.monotonic()
-        if left < 15:
+        if left < LEAST_S:
             lines.append(f"| {name} | no time was left |" + " |" * 10)
             continue
         try:

@@ -160,6 +160,8 @@ def emulate(
 
 
 Notes = dict[str, Note]
+_AT_ONCE = 4
+"""Ranks that compute on a GPU at a time while a graph is collected."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,8 @@ class _Chain:
             *("prismreplay", "collect"),
             *("--world-size", options.world_size),
             *("--devices", options.devices),
+            # Times are not looked at here, and starting is what takes longest.
+            *(("--per-device", _AT_ONCE) if options.on_gpus else ()),
             *self._job(),
         ]
         if options.tensors:
