@@ -188,6 +188,7 @@ class DeviceRole(SandboxRole):
             fetching_ns=self._fetcher.waited_ns,
             peak_allocated_bytes=peak_allocated,
             peak_reserved_bytes=peak_reserved,
+            allocations=self._streams.allocations(),
             outside_bytes=self._buffers.nbytes + self._outside.nbytes,
         )
         if self._pacer is not None:

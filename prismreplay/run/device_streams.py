@@ -67,6 +67,9 @@ class Streams(Protocol):
     def handle(self, stream: StreamKey) -> int:
         """What the driver calls a stream."""
 
+    def allocations(self) -> int:
+        """How often memory was taken from torch's allocator."""
+
     def memory(self) -> tuple[int, int, int]:
         """Reserved by torch's allocator, the most reserved, and the most allocated, in bytes."""
 
@@ -163,6 +166,13 @@ class CudaStreams:
         if found is None:
             found = self._handles[stream] = int(self._stream(stream).cuda_stream)
         return found
+
+    def allocations(self) -> int:
+        """See `Streams`."""
+        if not torch.cuda.is_initialized():
+            return 0
+        stats = torch._C._cuda_memoryStats(self._device())  # noqa: SLF001
+        return int(stats["allocation"]["all"]["allocated"])
 
     def memory(self) -> tuple[int, int, int]:
         """See `Streams`."""

@@ -53,7 +53,8 @@ class DeviceSummary(NamedTuple):
     rank's own numbers to go by; for `fetched` ones the hub was asked, for `fetched_late` of these not
     ahead of time, which kept the host for `fetching_ns` in all.
     `hold_*_ns` say by how much ends of operations were missed that lay ahead, `late` ones had passed
-    when the GPU got to them, by `late_ns` in all. Peaks are since the program last reset them;
+    when the GPU got to them, by `late_ns` in all. Peaks are since the program last reset them, and
+    `allocations` were made of torch's allocator;
     `outside_bytes` of the GPU are the emulator's own, beside torch's.
     """
 
@@ -72,6 +73,7 @@ class DeviceSummary(NamedTuple):
     late_ns: int = 0
     peak_allocated_bytes: int = 0
     peak_reserved_bytes: int = 0
+    allocations: int = 0
     outside_bytes: int = 0
 
 

@@ -86,6 +86,9 @@ class FakeStreams:
     def handle(self, stream):
         return stream[0]
 
+    def allocations(self):
+        return 7
+
     def memory(self):
         return 100, 200, 150
 
