@@ -92,6 +92,7 @@ class RankFailedError(ReplayError):
     """
 
     code = "rank-failed"
+    usual_hint = "its log says why, unless the disk is full; the other ranks were stopped"
 
     def __init__(
         self,

@@ -103,7 +103,8 @@ class CollectReport:
     rank ran from start to end in one go. `most_running` ranks computed at a time.
     `peak_memory_bytes` counts what all ranks took together, shared pages in parts;
     `rank_memory_bytes` is the largest resident size of one rank, shared pages included.
-    `supplied` communications were answered without partners; `unreceived` messages were sent to
+    `supplied` communications were answered without partners; `mirrored` calls of ranks were of
+    collectives that were not performed; `unreceived` messages were sent to
     ranks that never received them. `folded_ranks` are represented by others in the graph, of which
     `checked_ranks` ran to be compared, and `uneven_all_to_all` of theirs differed in size. `gpu` says
     what sharing GPUs took, where there are any. Times in seconds; `start_s` is part of `wall_s`.
@@ -135,6 +136,7 @@ class CollectReport:
     policies: dict[str, int] = field(default_factory=dict)
     cleaned: stale.Cleaned = field(default_factory=stale.Cleaned)
     gpu: GpuReport | None = None
+    mirrored: int = 0
 
 
 def collect(
@@ -185,7 +187,7 @@ def collect(
         with limit_of_open_files(options.world_size) as limits:
             run = _Run(job.limited(limits), options, logs, folder, room)
             run.perform(target, progress)
-        _require_communication(run.coordinator.counts, program)
+        _require_communication(run.coordinator.counts, program, log_dir)
         made = run.assemble(target)
     turns = run.coordinator.turns
     naive = count_switches(run.coordinator.program, options.slots, in_turn, keep=False)
@@ -214,16 +216,18 @@ def collect(
         policies=dict(made.policies),
         cleaned=cleaned,
         gpu=None if run.gpus is None else run.gpus.report,
+        mirrored=run.coordinator.counts.mirrored,
     )
 
 
-def _require_communication(counts: Counts, program: ProgramCall) -> None:
-    if not counts.collectives + counts.messages + counts.supplied:
+def _require_communication(counts: Counts, program: ProgramCall, log_dir: Path) -> None:
+    if not counts.collectives + counts.messages + counts.supplied + counts.mirrored:
         raise ProgramError(
             "the program ended without any communication between its ranks",
             where=program.path,
             hint="it has to call torch.distributed.init_process_group and train in parallel; does "
-            "it start ranks itself? Let it be one rank, as under torchrun",
+            "it start ranks itself? Let it be one rank, as under torchrun; what it printed is in "
+            f"{log_dir}",
         )
 
 
@@ -362,8 +366,8 @@ class _Run:
         if self._folding is not None:
             self._folding.finish()
         if self._recording is not None:
-            recording, self._recording = self._recording, None
-            self.recorded = recording.close(complete=True)
+            self.recorded = self._recording.close(complete=True)
+            self._recording = None
 
     def _save_recording(self) -> None:
         """After a failure: keep what was recorded."""

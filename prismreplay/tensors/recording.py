@@ -149,7 +149,11 @@ class TensorRecorder:
             **({} if most_bytes is None else {"most_bytes": most_bytes}),
             **(job or {}),
         }
-        self._write_manifest(complete=False)
+        try:
+            self._write_manifest(complete=False)
+        except BaseException:
+            self.discard()
+            raise
 
     def wants(self, rank: int, op: Op) -> bool:
         """True when the inputs of this operation are to be recorded."""
@@ -230,18 +234,32 @@ class TensorRecorder:
         )
 
     def close_interrupted(self) -> RecordingSummary | None:
-        """After a failure: keep what is there beside the name it would have had, if anything."""
-        if not self._counts["tensors"]:
-            self.discard()
-            return None
+        """After a failure: keep what is there beside the name it would have had, if anything.
+
+        None if there is nothing, or no space for it: then nothing is left behind.
+        """
         self.folder = self.folder.with_suffix(".partial.tensors")
-        return self.close(complete=False)
+        if self._counts["tensors"]:
+            with suppress(OutputError):
+                return self.close(complete=False)
+        if self._parts:
+            # The disk is full: the shard that was begun gives way to those that are whole.
+            self._drop_begun()
+            with suppress(OutputError):
+                return self.close(complete=False)
+        self.discard()
+        return None
 
     def discard(self) -> None:
         """Give the recording up and leave nothing behind."""
+        self._drop_begun()
+        shutil.rmtree(self._draft, ignore_errors=True)
+
+    def _drop_begun(self) -> None:
         if self._shard is not None:
             self._shard.discard()
-        shutil.rmtree(self._draft, ignore_errors=True)
+            self._shard = None
+        self._rows = []
 
     def _stored(self, digest: bytes, tensor: Tensor, spec: TensorSpec) -> int:
         """Number of the shard that holds the tensor, which is written unless it is there."""

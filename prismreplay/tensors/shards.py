@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,8 @@ class ShardWriter:
 
     def discard(self) -> None:
         """Give the shard up."""
-        self._file.close()
+        with suppress(OSError):  # what is still to be written has no space
+            self._file.close()
         self._temporary.unlink(missing_ok=True)
 
     def _entry(self, spec: TensorSpec) -> dict[str, Any]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import polars as pl
@@ -16,6 +14,7 @@ import pytest
 from prismtrace.converters.parts import disk_errors
 from prismtrace.errors import OutputError
 from prismtrace.output import atomic_output, output_error, refuse_inputs
+from tests.full_disks import room_for
 
 
 def write(path: Path, text: str = "new") -> None:
@@ -72,17 +71,6 @@ def test_no_inodes_is_told_apart_from_no_space(tmp_path: Path, monkeypatch: obje
     full = os.statvfs_result(values)
     monkeypatch.setattr(os, "statvfs", lambda _: full)  # type: ignore[attr-defined]
     assert "no more files" in str(output_error(tmp_path / "a", errno.ENOSPC).hint)
-
-
-@contextmanager
-def room_for(size: int) -> Iterator[None]:
-    """No file may become larger than `size` bytes: a full disk, for those who are not root."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 ROWS = pl.DataFrame({"a": range(3_000), "b": [f"name {number}" for number in range(3_000)]})

@@ -14,6 +14,7 @@ from prismreplay.tensors.recorded import RecordedTensors
 from prismreplay.tensors.recording import TensorRecorder
 from prismreplay.tensors.shards import HEADER_BYTES, ShardWriter
 from prismtrace.errors import OutputError
+from tests.full_disks import room_for
 from tests.prismreplay.tensors.operations import op, spec
 
 WORLD = (0, 1, 2, 3)
@@ -137,6 +138,28 @@ def test_sandbox_facing(tmp_path):
     found = RecordedTensors(writing.close().folder)
     with pytest.raises(TensorRecordingError, match="it holds what concerns the sandbox ranks 1"):
         found.inputs(2, "0/1", 0)
+
+
+@pytest.mark.parametrize("whole_shards", [0, 2])
+def test_a_full_disk_keeps_whole_shards_or_nothing(whole_shards, tmp_path):
+    writing = recorder(tmp_path, shard_bytes=4_000)
+    for seq in range(whole_shards):
+        tensor = torch.full((1000,), float(seq))
+        writing.record(0, all_reduce(0, seq, tensor), [tensor])
+    large = torch.zeros(100_000)
+    with room_for(HEADER_BYTES + 50_000):
+        with pytest.raises(OutputError, match="too large"):
+            writing.record(0, all_reduce(0, 9, large), [large])
+        kept = writing.close_interrupted()
+    if not whole_shards:
+        assert kept is None
+        assert list(tmp_path.iterdir()) == []
+        return
+    assert [path.name for path in tmp_path.iterdir()] == ["run.partial.tensors"]
+    found = RecordedTensors(kept.folder)
+    assert not found.complete
+    assert [found.inputs(0, "0/0", seq)[0][0].item() for seq in range(2)] == [0, 1]
+    assert not list(kept.folder.glob(".*"))
 
 
 def test_an_interrupted_recording_is_read_up_to_its_last_shard(tmp_path):
