@@ -1,6 +1,6 @@
-"""A job of 8 ranks emulated on one GPU, end to end: is it true, and what does it cost?
+"""Jobs of several ranks emulated on one GPU, end to end: is it true, and what does it cost?
 
-    python benchmarks/gpu/emulate_cuda.py --out gpu-results [--only ddp,fsdp,tp,pp] [--budget 150]
+    python benchmarks/gpu/emulate_cuda.py --out gpu-results [--ranks 8] [--only ddp,pp] [--budget 150]
 
 For each layout of a GPT (`examples/train_gpt.py`), `prismreplay emulate` collects all ranks, slices
 every one of them, merges, and runs rank 0 in a world that keeps this time. Printed: predicted and
@@ -39,8 +39,8 @@ LARGE = [
 SMALL = ["--layers", "4", "--hidden", "128", "--heads", "4", "--length", "64"]
 LAYOUTS = {
     "ddp": [],
-    "fsdp": ["--fsdp", "8"],
-    "tp": ["--tp", "8"],
+    "fsdp": ["--fsdp", "{ranks}"],
+    "tp": ["--tp", "{ranks}"],
     "pp": ["--pp", "4"],
     "ddp-tp": ["--tp", "2"],
 }
@@ -172,8 +172,8 @@ HEAD = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
-    parser.add_argument("--only", default="ddp,fsdp,tp,pp", help=", ".join(LAYOUTS))
-    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--only", default="ddp,pp,fsdp,tp", help=", ".join(LAYOUTS))
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--small", action="store_true", help="a tiny model, all of it recorded")
     parser.add_argument("--plain", action="store_true", help="also with all ranks, by NCCL")
@@ -188,7 +188,8 @@ def main() -> None:
             lines.append(f"| {name} | no time was left |" + " |" * 10)
             continue
         try:
-            raw[name] = part(options, LAYOUTS[name], left)
+            layout = [word.format(ranks=options.ranks) for word in LAYOUTS[name]]
+            raw[name] = part(options, layout, left)
             lines.append(row(name, raw[name]))
             print(lines[-1], flush=True)
             if "plain" in raw[name]:
