@@ -266,6 +266,9 @@ def _print(report: CollectReport) -> None:
     rows.append(("logs", str(report.log_dir)))
     if report.supplied:
         rows.insert(5, ("supplied", f"{report.supplied:,} communications without partners"))
+    if report.mirrored:
+        text = f"{report.mirrored:,} calls of collectives above --mirror-above: not performed"
+        rows.insert(5, ("mirrored", text))
     if report.folded_ranks:
         checked = len(report.checked_ranks)
         rows.insert(

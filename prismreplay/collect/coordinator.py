@@ -57,11 +57,12 @@ class Sent(NamedTuple):
 
 @dataclass
 class Counts:
-    """What has happened so far."""
+    """What has happened so far; `mirrored` are calls, one for each rank."""
 
     collectives: int = 0
     messages: int = 0
     supplied: int = 0
+    mirrored: int = 0
     store: int = 0
 
 

@@ -12,6 +12,7 @@ submit         ticket, packed operation, bytes or None, waits   -
 wait           request, ticket, helpers                         result
 poll           request, ticket, helpers                         polled
 store          request, operation, arguments, site, helpers     value or refused
+mirrored                                                        -
 memory         reserved, allocated, peak bytes on the GPU       -
 trimmed        as memory                                        -
 spilled        bytes                                            -
@@ -22,8 +23,9 @@ From the coordinator come `go` (begin), the answers above with their request fir
 (end now, nobody needs you any more). To a blocked rank it may also say `trim` (give back the GPU
 memory that your allocator only keeps) and `spill` (let your memory go to disk), which the rank
 answers with `trimmed` and `spilled`. `ticket` numbers the operations of a rank, `request` its
-questions; `waits` is false for a send that nobody will wait for; `helpers` says how many other
-threads of the rank may still communicate.
+questions; `waits` is false for a send that nobody will wait for; `mirrored` says that the
+rank has answered a collective by itself; `helpers` says how many other threads of the rank may
+still communicate.
 
 Both ends are processes of one run, forked from one another, so pickle is safe between them.
 """

@@ -63,6 +63,7 @@ class MirroringRole(CollectRole):
         with torch.no_grad():
             # On the program's own stream, before whatever it does next.
             mirror(op, inputs, [one.data for one in outputs], torch.Tensor.zero_)
+        self._connection.tell(("mirrored",))
         return _Done()
 
 

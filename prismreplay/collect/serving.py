@@ -163,6 +163,8 @@ class Service:
             to.ask_store(rank, *message[1:])
         elif name == "join":
             to.join(rank, *_group(message))
+        elif name == "mirrored":
+            to.counts.mirrored += 1
         elif name in ("memory", "trimmed", "spilled"):
             if self._gpus is not None:
                 self._gpus.hear(rank, message)

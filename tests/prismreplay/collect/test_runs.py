@@ -13,7 +13,7 @@ import pytest
 from prismreplay.collect import client
 from prismreplay.collect.collecting import CollectOptions, CollectReport, collect
 from prismreplay.collect.programs import ProgramCall
-from prismreplay.errors import DeadlockError, MismatchError, RankFailedError
+from prismreplay.errors import DeadlockError, MismatchError, ProgramError, RankFailedError
 
 Run = Callable[..., tuple[CollectReport, list[str]]]
 
@@ -81,6 +81,24 @@ def test_at_most_as_many_compute_as_there_are_slots(run: Run) -> None:
     assert report.naive_context_switches is not None
     assert report.context_switches <= report.naive_context_switches
     assert run(program, 4, 2, per_device=1)[0].most_running == 2
+
+
+def test_a_job_of_large_collectives_only(run: Run) -> None:
+    program = """
+        for _ in range(2):
+            dist.all_reduce(ones)
+        print(ones.tolist())
+    """
+    report, logs = run(program, 2, mirror_above=4)
+    assert (report.collectives, report.mirrored) == (0, 4)
+    assert report.nodes > 4
+    assert logs == ["[4.0, 4.0, 4.0]\n"] * 2
+
+
+def test_a_program_that_never_communicates(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(ProgramError, match="without any communication") as caught:
+        run("print(1)", 2)
+    assert str(tmp_path / "bare.logs") in str(caught.value.hint)
 
 
 def test_a_rank_that_waits_for_a_file_lends_its_turn(run: Run, tmp_path: Path) -> None:
