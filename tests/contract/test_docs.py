@@ -19,6 +19,10 @@ PAGES = sorted([REPO / "README.md", *(REPO / "docs").rglob("*.md")])
 RUNNERS = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": ["python", "-c"]}
 SHOWN_ONLY = {"text", "json", "toml"}
 
+STARTS_PROGRAMS = re.compile(
+    r"^prismreplay (?:collect|comm-bench|emulate|record|run|slice)\b", re.MULTILINE
+)
+
 FENCE = re.compile(
     r"(?:^<!-- skip: (?P<skip>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -69,7 +73,7 @@ def test_links_inside_the_repository_lead_somewhere(page):
 )
 def test_blocks_run(page, tmp_path, run_command, write_gloo_traces):
     code = "".join(block.code for block in _blocks(page) if not block.skip)
-    if "prismreplay collect" in code and util.find_spec("torch") is None:
+    if STARTS_PROGRAMS.search(code) and util.find_spec("torch") is None:
         pytest.skip("needs torch: pip install 'prismllm[replay]'")
     write_gloo_traces(tmp_path)
     for block in _blocks(page):
