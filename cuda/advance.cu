@@ -239,20 +239,24 @@ DEVICE i64 wait_until_ready(const Call& call, const i64* words, Shared& shared, 
     }
 }
 
-// Until a time of the device; as hold.cu does. True if somebody let it go before.
-DEVICE bool hold(const Call& call, u64 target) {
-    u64 now = device_time(), last = now + (u64)call.limit_ns;
-    bool cut = target > last;
-    if (cut) target = last;
+// Until a time of the rank, whose debt may change meanwhile; `debt` is the one that counted. As
+// hold.cu does. True if somebody let it go before.
+DEVICE bool hold(const Call& call, i64 until_ns, i64& debt) {
+    i64 now = (i64)device_time(), last = now + call.limit_ns;
+    i64 target = call.origin_ns + until_ns + debt;
     for (u32 turn = 1; now < target; ++turn) {
-        // Naps end late by up to twice their length: none near the target.
+        if (now >= last) return true;
+        // Naps end late by up to twice their length, and memory takes its time: none near the
+        // target, where no new debt is seen.
         if (target - now > 4000) {
             nap(200);
             if (turn % 256 == 0 && target - now > 100000 && is_over(call)) return true;
+            debt = (i64)load(call.debt);
+            target = call.origin_ns + until_ns + debt;
         }
-        now = device_time();
+        now = (i64)device_time();
     }
-    return cut;
+    return false;
 }
 
 // The arrival's time, known to all from here on.
@@ -277,18 +281,18 @@ DEVICE void perform(const Call& call, const i64* words) {
     i64 ready = wait_until_ready(call, words, shared, status, missing);
     if (threadIdx.x != 0) return;
     if (ready < shared.arrival) ready = shared.arrival;
-    i64 shift = call.origin_ns + shared.debt, end = ready + call.transfer_ns;
+    i64 debt = shared.debt, end = ready + call.transfer_ns;
     u64* seen = call.seen + 8 * (call.ticket & (call.kept - 1));
-    store(seen + 1, (u64)((i64)began - shift));
+    store(seen + 1, (u64)((i64)began - call.origin_ns - debt));
     store(seen + 2, (u64)shared.arrival);
     store(seen + 3, (u64)ready);
     store(seen + 4, (u64)end);
     store(seen + 5, status);
     store(seen + 6, (u64)missing);
     fence();
-    bool cut = hold(call, (u64)(end + shift - call.tail_ns));
+    bool cut = hold(call, end - call.tail_ns, debt);
     // From here on, every instruction makes the next kernel late: one word says all.
-    i64 late = (i64)device_time() - shift + call.tail_ns - end;
+    i64 late = (i64)device_time() - call.origin_ns - debt + call.tail_ns - end;
     u64 ticket = (u64)(u32)(call.ticket + 1) << 32;
     store(seen, ticket | (u32)(late > MOST_LATE ? MOST_LATE : late < -MOST_LATE ? -MOST_LATE : late));
     if (cut && status == DONE) {

@@ -259,7 +259,8 @@ class Advancer:
     def owe(self, begin: int, end: int, share: float, stream: Stream = None) -> None:
         """Count a share of the time between two `arrive`s of the same stream as not spent.
 
-        A negative share counts it as spent in addition. For what the device does from here on.
+        A negative share counts it as spent in addition. For what the device does from here on, and
+        for holds under way that do not end within 4 us.
         """
         at = [self._stamps + 8 * (ticket & (self._kept - 1)) for ticket in (begin, end)]
         values = [ctypes.c_uint64(one) for one in (self._debt, *at)] + [ctypes.c_double(share)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from types import SimpleNamespace
 
@@ -245,6 +246,24 @@ def test_holds_end_after_their_time_and_lateness_is_owed(host_kernel):
         ctypes.c_void_p(encode([Slot(Kind.FIXED, Table.OWN, 2, 1)], []).words.ctypes.data),
     )
     assert unpack_time(int(machine.tables[1][2])) == (machine.stamps[4], 1)
+
+
+def test_a_debt_made_meanwhile_moves_the_end_of_a_hold(host_kernel):
+    machine = Machine(host_kernel)
+    begun, minute = time.monotonic_ns(), 60_000_000_000
+    call = machine.call(0, transfer_ns=2 * minute, origin_ns=begun, limit_ns=4 * minute)
+    holding = threading.Thread(target=machine.run, args=((call, encode([], [])),))
+    holding.start()
+    while not machine.seen[0, 4]:
+        time.sleep(0.001)
+    assert machine.seen[0, 0] == 0
+    machine.debt[0] = -2 * minute  # as if a piece had been that much faster than it should be
+    holding.join()
+    ended = time.monotonic_ns()
+    assert ended - begun < minute
+    found = machine.outcome(0)
+    assert found.status is Status.DONE
+    assert 0 <= found.lateness_ns <= ended - (begun - 2 * minute) - found.end_ns
 
 
 def test_all_go_when_one_has_given_up(host_kernel):
