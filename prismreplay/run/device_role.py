@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -32,6 +31,7 @@ from prismreplay.run.device_sources import (
 )
 from prismreplay.run.device_spinning import DevicePace
 from prismreplay.run.device_streams import Streams
+from prismreplay.run.device_uses import GroupUses
 from prismreplay.run.device_work import DeviceWork, Launcher, is_asynchronous
 from prismreplay.run.following import Followed, GraphFollower, Placed
 from prismreplay.run.marks import DeviceSummary
@@ -108,7 +108,7 @@ class DeviceRole(SandboxRole):
         self._pruned: dict[str, PrunedGroup] = {}
         self._batches: dict[int, list[DeviceWork]] = {}
         self._virtual: dict[str, list[int]] = {}
-        self._uses: dict[str, _Use] = {}
+        self._uses = GroupUses(self._sandbox)
         self._issuing_ns = 0
         self._operations = self._mirrored = 0
 
@@ -146,7 +146,7 @@ class DeviceRole(SandboxRole):
             if self._pacer is not None:
                 self._pass(op, placed)
             return super().submit(op, inputs, outputs, call)
-        self._note_use(op, placed)
+        self._uses.note(op, placed, real=op.group.key in self._real)
         if op.group.key in self._real:
             return self._recording.submit(op, inputs, outputs, call)
         if self._shares:
@@ -195,8 +195,7 @@ class DeviceRole(SandboxRole):
             summary = self._pacer.summarize(summary)
         follower = self._follower
         followed = Followed(follower.repeated, follower.missing, follower.resized)
-        uses = [(key, *use.fields()) for key, use in self._uses.items()]
-        self._connection.tell(("device", tuple(summary), tuple(followed), uses))
+        self._connection.tell(("device", tuple(summary), tuple(followed), self._uses.told()))
 
     def _pass(self, op: Op, placed: Placed) -> None:
         """An operation of the host goes through the hub; the device has to know when it was.
@@ -378,15 +377,6 @@ class DeviceRole(SandboxRole):
                 "run on CPUs does so with CUDA_VISIBLE_DEVICES empty",
             )
 
-    def _note_use(self, op: Op, placed: Placed) -> None:
-        use = self._uses.get(op.group.key)
-        if use is None:
-            use = self._uses[op.group.key] = _Use(op.group, self._sandbox)
-        use.operations += 1
-        use.real += op.group.key in self._real or use.is_whole
-        use.nbytes += op.payload_bytes
-        use.sources[placed.transfer_source or "none"] += 1
-
 
 def _computes(work: DeviceWork, way: Way | None) -> bool:
     """Whether the device has to compute something for an operation's result."""
@@ -405,30 +395,3 @@ def _computes(work: DeviceWork, way: Way | None) -> bool:
 
 _OWN = (ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR)
 """Reductions in which mirrored partners leave the rank's own numbers as they are."""
-
-
-class _Use:
-    """What becomes of a group; see `prismreplay.run.hybrid.GroupUse`."""
-
-    __slots__ = ("group", "is_whole", "nbytes", "operations", "real", "sandbox", "sources")
-
-    def __init__(self, group: Group, sandbox: frozenset[int]) -> None:
-        self.group = group
-        self.sandbox = tuple(rank for rank in group.ranks if rank in sandbox)
-        self.is_whole = len(self.sandbox) == len(group.ranks)
-        self.operations = self.real = self.nbytes = 0
-        self.sources: Counter[str] = Counter()
-
-    def fields(self) -> tuple[Any, ...]:
-        """For the hub."""
-        group = self.group
-        return (
-            group.label,
-            group.desc,
-            group.ranks,
-            self.sandbox,
-            self.operations,
-            self.real,
-            self.nbytes,
-            self.sources,
-        )
