@@ -12,7 +12,7 @@ from prismcalib import merge
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.errors import SliceError
 from prismreplay.slicing.campaigning import SliceOptions, slice_job
-from prismreplay.slicing.placing import places_of
+from prismreplay.slicing.placing import gpu_places, places_of
 from prismreplay.slicing.progress import Execution
 from prismreplay.slicing.running import _is_mixed, _source
 from prismreplay.slicing.task import SliceTask
@@ -171,6 +171,19 @@ def test_slices_run_side_by_side_where_there_are_cores():
     assert places_of(9, rotation, range(2)).rooms == ((), (), ())
     helped = places_of(None, rotation, range(8), assistants=1)
     assert helped.rooms == ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+def test_slices_on_gpus_take_one_for_each_rank():
+    rotation = ((0, 1), (2, 3), (4, 5))
+    places = gpu_places(None, rotation, ["a", "b", "c", "d", "e"], range(8))
+    assert places.gpus == (("a", "b"), ("c", "d"))
+    assert places.rooms == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert places.timing_true
+    assert gpu_places(2, rotation, ["a", "b", "c"], range(8)).gpus == (("a", "b"),)
+    assert gpu_places(None, rotation, ["a", "b", "c", "d"], range(4)).rooms == ((), ())
+    few = gpu_places(None, rotation, ["a"], range(8))
+    assert few.gpus == (("a",),)
+    assert not few.timing_true
 
 
 def test_slices_with_assistants_are_others(job):
