@@ -41,7 +41,7 @@ class Findings:
         emulated_step_ns: as the sandbox ranks took it, without what the emulator was late; None
             if they made no step.
         steps: how many they made; the first does not count.
-        peak_memory: sandbox rank -> most that it held.
+        peak_memory: sandbox rank -> most that it held; on a GPU, that torch had allocated.
         losses: sandbox rank -> what it printed as such, in order.
         path: where the time goes: parts of the critical path by kind, largest first, in the
             steps that count.
@@ -102,9 +102,14 @@ def find(
         comparison=run["comparison"],
         emulated_step_ns=run["step_ns"],
         steps=len(run["steps"]),
-        peak_memory={one["rank"]: one["peak_resident_bytes"] for one in run["ranks"]},
+        peak_memory={one["rank"]: _peak_memory(one) for one in run["ranks"]},
         interference=run["interference"],
     )
+
+
+def _peak_memory(rank: Mapping[str, Any]) -> int:
+    on_gpu = rank.get("device") is not None
+    return int(rank["peak_allocated_bytes" if on_gpu else "peak_resident_bytes"])
 
 
 def _of_counted_steps(path: CriticalPath, warmup: int) -> CriticalPath:
@@ -168,6 +173,12 @@ def _warnings(reports: Mapping[str, Mapping[str, Any]], calibrated: Path) -> Ite
         yield "durations have not settled: refine more, or repeat slices"
     if run["disturbed"]:
         yield f"answers of the emulator came late, by up to {run['interference']:.0%} of a step"
+    mirrored = sum(one["device"]["mirrored"] for one in run["ranks"] if one.get("device"))
+    if mirrored:
+        yield (
+            f"{mirrored:,} operations gave the sandbox what it gave itself, as larger ones than "
+            "--record-below are not recorded: losses are not the job's"
+        )
     if run["repeated_operations"]:
         yield (
             "the run made more steps than were collected; what virtual ranks sent in those was "
