@@ -429,7 +429,7 @@ def _print_devices(report: RunReport) -> None:
             [
                 one["rank"],
                 one["operations"],
-                ns(round(one["issuing_ns"] / max(1, one["operations"]))),
+                ns(one["issuing_median_ns"]),
                 f"{one['fetched']:,}, {one['fetched_late']:,} late, {ns(one['fetching_ns'])}",
                 one["holds"],
                 ns(one["hold_median_ns"]),

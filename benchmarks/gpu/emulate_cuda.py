@@ -150,7 +150,11 @@ def row(name: str, found: dict[str, Any]) -> str:
         f"{emulated / 1e6:.3f}",
         f"{emulated / predicted - 1:+.2%}" if predicted else "",
         device["operations"],
-        f"{device['issuing_ns'] / max(1, device['operations']) / 1e3:.1f}",
+        (
+            f"{device['issuing_median_ns'] / 1e3:.1f} / "
+            f"{device['issuing_ns'] / max(1, device['operations']) / 1e3:.1f}"
+        ),
+        f"{device['fetched']} ({device['fetching_ns'] / 1e6:.1f} ms)",
         device["holds"],
         f"{device['hold_median_ns'] / 1e3:.2f} / {device['hold_p99_ns'] / 1e3:.2f}",
         f"{device['late']} ({device['late_ns'] / 1e6:.2f} ms)",
@@ -162,9 +166,9 @@ def row(name: str, found: dict[str, Any]) -> str:
 
 
 HEAD = (
-    "| job | predicted ms | emulated ms | difference | operations | host us/op | holds "
+    "| job | predicted ms | emulated ms | difference | operations | host us/op, median / mean | asked the hub | holds "
     "| end missed us, median / 99 % | too late | mirrored | peak bytes | wall s |\n"
-    + "|---" * 12
+    + "|---" * 13
     + "|"
 )
 

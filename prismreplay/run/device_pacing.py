@@ -76,11 +76,13 @@ class PlanPacer:
         plan: the rank's.
         origin_ns: when the run began, on the host's monotonic clock.
         make: makes what launches, at the first operation: the program uses its GPU by then.
+        starting_ns: what that has taken.
     """
 
     plan: DevicePlan
     origin_ns: int
     make: Callable[[DevicePlan], Pacing]
+    starting_ns: int = 0
     _pacing: Pacing | None = None
     _late: list[int] = field(default_factory=list)
     _launched: int = 0
@@ -116,13 +118,14 @@ class PlanPacer:
                 self._look(pacing)
 
     def summarize(self, summary: DeviceSummary) -> DeviceSummary:
-        """How well ends were met, once the device has done all.
+        """How well ends were met, once the device has done all; what starting took is taken off.
 
         Raises:
             PluginTimeoutError: an operation has waited in vain.
         """
         if self._pacing is None:
             return summary
+        summary = summary._replace(issuing_ns=max(0, summary.issuing_ns - self.starting_ns))
         self._pacing.check()
         with self._lock:
             self._look(self._pacing)
@@ -153,7 +156,8 @@ class PlanPacer:
         begun = time.monotonic_ns()
         made = self.make(self.plan)
         # Compiling and loading kernels has no counterpart on the cluster.
-        made.begin(self.origin_ns + time.monotonic_ns() - begun)
+        self.starting_ns = time.monotonic_ns() - begun
+        made.begin(self.origin_ns + self.starting_ns)
         self._pacing = made
         return made
 

@@ -10,7 +10,9 @@ the hub as on CPUs (`prismreplay.run.role`).
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -109,7 +111,7 @@ class DeviceRole(SandboxRole):
         self._batches: dict[int, list[DeviceWork]] = {}
         self._virtual: dict[str, list[int]] = {}
         self._uses = GroupUses(self._sandbox)
-        self._issuing_ns = 0
+        self._issuing = array("q")
         self._operations = self._mirrored = 0
 
     def make_real_group(self, group: Group, backends: dict[str, str]) -> Any:
@@ -163,7 +165,7 @@ class DeviceRole(SandboxRole):
             self._launch([work])
         else:
             self._batches.setdefault(op.batch, []).append(work)
-        self._issuing_ns += time.monotonic_ns() - begun
+        self._issuing.append(time.monotonic_ns() - begun)
         return work
 
     def batch_over(self, number: int) -> None:
@@ -172,7 +174,7 @@ class DeviceRole(SandboxRole):
         if works:
             begun = time.monotonic_ns()
             self._launch(works)
-            self._issuing_ns += time.monotonic_ns() - begun
+            self._issuing[-1] += time.monotonic_ns() - begun
 
     def tell_summary(self, spun: int = 0) -> None:
         """Tell the hub how it went, at the rank's end."""
@@ -181,7 +183,8 @@ class DeviceRole(SandboxRole):
         summary = DeviceSummary(
             rank=self.rank,
             operations=self._operations,
-            issuing_ns=self._issuing_ns,
+            issuing_ns=max(0, sum(self._issuing) - self._fetcher.waited_ns),
+            issuing_median_ns=round(statistics.median(self._issuing or [0])),
             mirrored=self._mirrored,
             fetched=self._fetcher.fetched,
             fetched_late=self._fetcher.late,

@@ -49,7 +49,7 @@ class RankSummary(NamedTuple):
 class DeviceSummary(NamedTuple):
     """A rank that computed on a GPU, at its end. Times in ns, sizes in bytes.
 
-    `operations` on the GPU took `issuing_ns` of the host; `mirrored` of them had nothing but the
+    `operations` on the GPU took `issuing_ns` of the host, the median one `issuing_median_ns`; `mirrored` of them had nothing but the
     rank's own numbers to go by; for `fetched` ones the hub was asked, for `fetched_late` of these not
     ahead of time, which kept the host for `fetching_ns` in all.
     `hold_*_ns` say by how much ends of operations were missed that lay ahead, `late` ones had passed
@@ -61,6 +61,7 @@ class DeviceSummary(NamedTuple):
     rank: int
     operations: int = 0
     issuing_ns: int = 0
+    issuing_median_ns: int = 0
     mirrored: int = 0
     fetched: int = 0
     fetched_late: int = 0

@@ -82,7 +82,7 @@ def test_all_of_the_graph_was_made_and_held(job, record_property):
     print(
         f"step {run['step_ns'] / 1e6:.3f} ms, predicted {run['predicted_step_ns'] / 1e6:.3f} ms; "
         f"ends missed by {device['hold_median_ns']} / {device['hold_p99_ns']} ns; "
-        f"host {device['issuing_ns'] / device['operations'] / 1e3:.1f} us an operation"
+        f"host {device['issuing_median_ns'] / 1e3:.1f} us an operation"
     )
 
 
