@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from prismreplay.collect.claiming import Claim
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.errors import ProgramError, RankFailedError
@@ -25,6 +24,7 @@ from prismreplay.local_ranks import run_command, run_ranks, with_paths
 from prismreplay.runtime.axes import axis_of
 from prismtrace import __version__
 from prismtrace.assembling import AssembleReport, assemble
+from prismtrace.claiming import Claim
 from prismtrace.errors import OutputError
 from prismtrace.output import output_error, writable_target
 from prismtrace.schema import TraceHeader, TraceKind

@@ -168,6 +168,7 @@ def output_error(path: Path, number: int) -> OutputError:
         errno.ENOENT: "make the folder first",
         errno.ENOTDIR: "the parent is not a folder",
         errno.ENAMETOOLONG: "choose a shorter name",
+        errno.ENOTEMPTY: "another run has written there meanwhile; name a new folder",
     }
     hint = hints.get(number, "choose a folder that you may write to")
     if number in _FULL:

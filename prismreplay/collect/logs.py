@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prismreplay.collect.claiming import Claim
+from prismtrace.claiming import Claim
 from prismtrace.output import output_error
 
 __all__ = ["RankLogs", "Streams"]

@@ -13,7 +13,7 @@ import pickle
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 from prismtrace import __version__
+from prismtrace.claiming import Claim
 from prismtrace.converters.archives import name_of
 from prismtrace.converters.files import convert_file
 from prismtrace.converters.parts import disk_errors
@@ -54,26 +55,31 @@ def kept_folder(target: Path, *, resume: bool) -> Iterator[Path]:
         resume: use the parts that an earlier conversion left; else they are removed first.
 
     Raises:
-        OutputError: nothing can be written beside `target`.
+        OutputError: nothing can be written beside `target`, or another conversion uses them.
     """
     folder = _folder_of(target)
-    if not resume:
-        shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise output_error(target, error.errno or 0) from error
-    try:
-        yield folder
-    finally:
-        # An empty one is of no use to anybody.
-        with suppress(OSError):
-            folder.rmdir()
+    with closing(Claim(folder)):
+        if not resume:
+            for part in folder.iterdir():
+                shutil.rmtree(part) if part.is_dir() else part.unlink()
+        try:
+            yield folder
+        finally:
+            # An empty one is of no use to anybody.
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def drop_kept(target: Path) -> None:
-    """Remove what an interrupted conversion has left for `target`."""
-    shutil.rmtree(_folder_of(target), ignore_errors=True)
+    """Remove what an interrupted conversion has left for `target`; not what another one uses."""
+    folder = _folder_of(target)
+    if folder.is_dir():
+        with suppress(OutputError), closing(Claim(folder)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def count_kept(target: Path) -> int:

@@ -64,6 +64,25 @@ def test_the_same_bytes_however_it_is_read(
     assert list(out.parent.iterdir()) == [out]
 
 
+def test_two_at_once_do_not_take_each_other_s_parts(
+    files: list[Path], out: Path, expected: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, tried = kept.convert_file, []
+
+    def reading(*arguments: Any) -> Any:
+        if not tried:
+            tried.append(True)
+            with pytest.raises(OutputError, match="another run is writing"):
+                convert(files, out, resume=True)
+            convert(files, out)  # has parts of its own, and leaves others' alone
+        return first(*arguments)
+
+    monkeypatch.setattr(kept, "convert_file", reading)
+    convert(files, out, resume=True)
+    assert out.read_bytes() == expected
+    assert list(out.parent.iterdir()) == [out]
+
+
 def test_an_interrupted_conversion_goes_on(
     files: list[Path], out: Path, expected: bytes, read_files: list[str]
 ) -> None:

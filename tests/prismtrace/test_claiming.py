@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from prismreplay.collect.claiming import Claim
 from prismreplay.collect.logs import RankLogs
+from prismtrace.claiming import Claim
 from prismtrace.errors import OutputError
 
 
