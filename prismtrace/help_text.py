@@ -63,7 +63,7 @@ class Command(TyperCommand):
 COMMANDS_OF = {
     "prismtrace": "convert info validate schema export hang diff query slice-out concat",
     "prismcalib": "critical-path predict check merge comm-table coarsen what-if compare health "
-    "stragglers report",
+    "stragglers waits report",
     "prismreplay": "collect record emulate slice plan run comm-bench doctor",
 }
 """Which program has which commands."""
