@@ -13,12 +13,14 @@ from pathlib import Path
 
 from prismtrace.errors import OutputError, PrismError
 from prismtrace.input_files import is_text
+from prismtrace.owners import mark, remove_left_over
 
 __all__ = [
     "CUT_OFF",
     "atomic_output",
     "disk_error",
     "output_error",
+    "own_prefix",
     "refuse_inputs",
     "temporary_prefix",
     "utf8_text",
@@ -45,9 +47,7 @@ def atomic_output(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     shown, target = Path(path), writable_target(path)
     try:
-        handle, name = tempfile.mkstemp(
-            prefix=temporary_prefix(target), suffix=".tmp", dir=target.parent
-        )
+        handle, name = tempfile.mkstemp(prefix=own_prefix(target), suffix=".tmp", dir=target.parent)
         os.close(handle)
     except OSError as error:
         raise output_error(shown, error.errno or 0) from error
@@ -147,8 +147,18 @@ def utf8_text(name: str) -> str:
     return os.fsencode(name).decode(errors="replace")
 
 
+def own_prefix(target: Path) -> str:
+    """How the names of this process's temporary files for `target` begin.
+
+    Those that a dead process has left for it are removed.
+    """
+    prefix = temporary_prefix(target)
+    remove_left_over(target.parent, prefix)
+    return f"{prefix}{mark()}."
+
+
 def temporary_prefix(target: Path) -> str:
-    """How the names of temporary files for `target` begin: hidden, and plain text."""
+    """How the names of what is kept beside `target` begin: hidden, and plain text."""
     plain = target.name.encode("ascii", "replace").decode().replace("?", "_")
     return f".{plain[:_SHORT_NAME]}."
 

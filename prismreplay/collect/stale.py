@@ -21,6 +21,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from prismtrace.owners import pid_namespace, start_time, stat_fields
+
 __all__ = [
     "RUN_VARIABLE",
     "Cleaned",
@@ -28,7 +30,6 @@ __all__ = [
     "end_groups",
     "note_groups",
     "run_name",
-    "start_time",
 ]
 
 RUN_VARIABLE = "PRISMREPLAY_RUN"
@@ -49,13 +50,7 @@ class Cleaned:
 def run_name(pid: int | None = None) -> str:
     """Name of the run that this process (or `pid`) owns."""
     owner = os.getpid() if pid is None else pid
-    return f"prismreplay-{_namespace()}-{owner}-{start_time(owner)}"
-
-
-def start_time(pid: int) -> int | None:
-    """When a process began, in ticks since the machine did; None if there is none."""
-    fields = _stat(pid)
-    return None if fields is None or fields[0] == "Z" else int(fields[19])
+    return f"prismreplay-{pid_namespace()}-{owner}-{start_time(owner)}"
 
 
 def note_groups(folder: Path, leaders: Iterable[int]) -> None:
@@ -96,7 +91,7 @@ def end_groups(leaders: Collection[int]) -> None:
         found = [
             pid
             for pid in _processes()
-            if (fields := _stat(pid)) is not None
+            if (fields := stat_fields(pid)) is not None
             and fields[0] != "Z"
             and int(fields[2]) in wanted
             and not _is_tracker(pid)
@@ -131,27 +126,9 @@ def _is_tracker(pid: int) -> bool:
         return False
 
 
-def _stat(pid: int) -> list[str] | None:
-    """Fields of a process from its state on."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    # The name in brackets may hold anything, also brackets and spaces.
-    return text.rpartition(")")[2].split()
-
-
-def _namespace() -> int:
-    """Number of this process's pid namespace."""
-    try:
-        return Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return 0
-
-
 def _is_dead(name: str) -> bool:
     match = _NAME.fullmatch(name)
-    if match is None or int(match[1]) != _namespace():
+    if match is None or int(match[1]) != pid_namespace():
         return False
     return start_time(int(match[2])) != int(match[3])
 
@@ -175,7 +152,7 @@ def _groups_of(folder: Path) -> dict[int, int]:
 
 
 def _is_left_over(pid: int, groups: Mapping[int, int]) -> bool:
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     if fields is None or pid == os.getpid() or fields[0] == "Z":
         return False
     try:

@@ -13,7 +13,7 @@ from prismtrace.output import (
     CUT_OFF,
     disk_error,
     output_error,
-    temporary_prefix,
+    own_prefix,
     writable_target,
 )
 
@@ -30,7 +30,7 @@ def workspace(target: Path) -> Iterator[Path]:
     real = writable_target(target)
     try:
         folder = tempfile.TemporaryDirectory(
-            prefix=temporary_prefix(real), suffix=".parts", dir=real.parent
+            prefix=own_prefix(real), suffix=".parts", dir=real.parent
         )
     except OSError as error:
         raise output_error(target, error.errno or 0) from error

@@ -37,7 +37,7 @@ from prismtrace.converters.chakra.kinds import COLLECTIVES
 from prismtrace.converters.chakra.messages import message_class
 from prismtrace.converters.chakra.nodes import NodeType
 from prismtrace.errors import OutputError
-from prismtrace.output import output_error, temporary_prefix
+from prismtrace.output import output_error, own_prefix
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import Kind, ProcessGroup, TraceHeader
 from prismtrace.trace import PathLike, Trace
@@ -102,7 +102,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
             hint="name a new folder",
         )
     try:
-        temporary = Path(tempfile.mkdtemp(prefix=temporary_prefix(target), dir=target.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=own_prefix(target), dir=target.parent))
     except OSError as error:
         raise output_error(target, error.errno or 0) from error
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from prismreplay.collect import stale
+from prismtrace import owners
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where the kernel has it
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -59,7 +60,7 @@ def test_live_runs_and_other_names_are_left_alone(tmp_path: Path, dead_run: str)
 
 def test_a_number_that_is_used_again_does_not_keep_a_run_alive(tmp_path: Path) -> None:
     mine = stale.run_name()
-    earlier = f"{mine.rpartition('-')[0]}-{(stale.start_time(os.getpid()) or 0) - 1}"
+    earlier = f"{mine.rpartition('-')[0]}-{(owners.start_time(os.getpid()) or 0) - 1}"
     (tmp_path / earlier).mkdir()
     assert len(stale.clean(tmp_path).folders) == 1
 
