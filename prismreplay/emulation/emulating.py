@@ -295,7 +295,11 @@ class _Chain:
             yield from ("--comm-table", self._table)
 
     def _tensors(self) -> Iterator[object]:
-        for source in (*self.options.tensors, self.folder / "bare.tensors"):
+        sources: list[object] = [*self.options.tensors, self.folder / "bare.tensors"]
+        if self.options.record_below is not None and not self.options.on_gpus:
+            # On GPUs, what nothing else says is mirrored anyway.
+            sources.append("builtin:mirror")
+        for source in sources:
             yield from ("--tensors", source)
 
     def _stage(

@@ -111,6 +111,16 @@ def test_a_table_of_one_s_own_is_used(commands, train):
     assert option(commands["merge"], "--comm-table") == "table.parquet"
 
 
+def test_what_is_too_large_to_record_is_mirrored(commands, train):
+    options = EmulateOptions(world_size=16, devices=2, record_below=4096)
+    emulate(train, Path("work"), options, Watching())
+    assert option(commands["collect"], "--mirror-above") == "4096"
+    for name in ("slice", "run"):
+        words = commands[name]
+        given = [words[at + 1] for at, word in enumerate(words) if word == "--tensors"]
+        assert [Path(one).name for one in given] == ["bare.tensors", "builtin:mirror"]
+
+
 def test_another_program_is_another_job(commands, train):
     options = EmulateOptions(world_size=16, devices=2)
     emulate(train, Path("work"), options, Watching())
