@@ -98,6 +98,7 @@ class Settings:
     repeats: int = REPEATS
     inject: bool = True
     wide: frozenset[str] = frozenset()
+    most_ranks: int = 16
 
 
 class Bench:
@@ -113,12 +114,14 @@ class Bench:
         self.work = work
         self.work.mkdir(parents=True, exist_ok=True)
         self.beside: tuple[str, ...] = ()
+        self.spent: dict[str, list[float]] = {}
+        """Of the ranks of the latest true run."""
 
     # --- what every shape needs -------------------------------------------------------
 
     def comm_table(self) -> Path:
-        """Times of communications of so many ranks as there are cores, on this machine."""
-        members = [count for count in (2, 4, 8, 16) if count <= len(self.cores)]
+        """Times of communications of so many ranks as jobs have, on this machine."""
+        members = [count for count in (2, 4, 8, 16) if count <= self.settings.most_ranks]
         table = self.work / f"comm-{members[-1]}.parquet"
         if not table.is_file():
             self.command(
@@ -150,8 +153,10 @@ class Bench:
             *("slice", str(bare), "--sandbox-size", "2", "--devices", str(len(self.cores))),
             *("--assistants", str(self.settings.assistants), *self.beside),
             *("-o", str(slices), *program),
+            times=folder / "times-slices",
             more={"FIDELITY_CLAIMS": str(folder / "claims")},
         )
+        found["spent"] = spent(folder / "times-slices")
         found["merge"] = self.command(
             f"{name} merge",
             *("merge", str(slices), "--bare", str(bare), "-o", str(calibrated)),
@@ -184,7 +189,13 @@ class Bench:
         self.twice(
             f"{name} true {slow}", lambda: warm.run_job(words, shape.ranks), variables, times=times
         )
+        self.spent = spent(times)
         return step_times(times, shape)
+
+    def true_run_into(self, found: dict[str, Any], name: str, shape: Shape) -> None:
+        """A true run, and what it took."""
+        found["true_ns"].append(self.true_run(name, shape))
+        found["true_spent"].append(self.spent)
 
     def emulated_run(self, name: str, shape: Shape, inject: str = "") -> dict[str, Any]:
         """An emulated run on the same cores: its report, and step times as the rank saw them."""
@@ -206,16 +217,16 @@ class Bench:
         more = {"FIDELITY_CORES": self.pins(shape.sandbox)}
         with self.busy(shape, [core for core in others if core not in spare]):
             report = self.command(f"{name} run", *words, times=times, more=more, cores=spare)
-        return {"report": report, "seen_ns": step_times(times, shape)}
+        return {"report": report, "seen_ns": step_times(times, shape), "spent": spent(times)}
 
-    def phases(self, name: str, shape: Shape) -> dict[str, dict[str, float]]:
-        """Time of a sandbox rank by kind and phase in a typical step, in ms, truly and emulated."""
+    def phases(self, name: str, shape: Shape) -> dict[str, dict[str, dict[str, float]]]:
+        """Where a typical step goes: see `print_phases`."""
         folder = self.work / name
         words = ["record", "--nproc-per-node", str(shape.ranks), "-o", str(folder / "true.parquet")]
         more = {"FIDELITY_CORES": self.pins(range(shape.ranks))}
         self.command(f"{name} record", *words, "--", *shape.words(self.settings.steps), more=more)
         printed = self.twice(f"{name} phases", lambda: print_phases(folder, shape.sandbox[0]), {})
-        found: dict[str, dict[str, float]] = json.loads(printed)
+        found: dict[str, dict[str, dict[str, float]]] = json.loads(printed)
         return found
 
     @contextlib.contextmanager
@@ -288,7 +299,7 @@ class Bench:
         import warm
 
         if times is not None:
-            for old in times.glob("rank-*.json"):
+            for old in times.glob("*.json"):
                 old.unlink()
             variables = {**variables, "FIDELITY_TIMES": str(times)}
         printed, log = self.work / "printed.txt", self.work / "log.txt"
@@ -321,6 +332,7 @@ class Bench:
         """
         part = self.output / f"{name}.part"
         found: dict[str, Any] = {"true_ns": [], "emulated": [], "true_wide_ns": [], "injected": []}
+        found["true_spent"] = []
         if part.is_file() and (self.work / name / "calibrated.parquet").is_file():
             found = json.loads(part.read_text())
             table = self.comm_table()
@@ -351,14 +363,14 @@ class Bench:
             yield lambda: note("calibration", self.calibrate(name, shape))
         for number in range(self.settings.repeats):
             if len(found["true_ns"]) <= number:
-                yield lambda: found["true_ns"].append(self.true_run(name, shape))
+                yield lambda: self.true_run_into(found, name, shape)
             if len(found["emulated"]) <= number:
                 yield lambda: found["emulated"].append(self.emulated_run(name, shape))
             wide = name in self.settings.wide and 2 * shape.ranks <= len(self.cores)
             if wide and len(found["true_wide_ns"]) <= number:
                 yield lambda: found["true_wide_ns"].append(self.true_run(name, shape, each=2))
         if "phases_ms" not in found:
-            yield lambda: note("phases_ms", self.phases(name, shape))
+            yield lambda: found.update(self.phases(name, shape))
         wanted = [(rank, factor) for rank in shape.inject for factor in SLOWDOWNS]
         for rank, factor in wanted[len(found["injected"]) :] if self.settings.inject else ():
             yield lambda rank=rank, factor=factor: found["injected"].append(
@@ -387,10 +399,47 @@ def step_times(folder: Path, shape: Shape) -> list[int]:
     return [after - before for before, after in pairwise(ends)]
 
 
+def spent(folder: Path) -> dict[str, list[float]]:
+    """What a typical step took of every rank that left a note, as in `timed.SPENT`."""
+    found = {}
+    for path in sorted(folder.glob("spent-*.json")):
+        steps = json.loads(path.read_text())[WARMUP - 1 :]
+        rank = path.stem.removeprefix("spent-")
+        found[rank] = [round(statistics.median(each), 2) for each in zip(*steps, strict=True)]
+    return found
+
+
 def print_phases(folder: Path, rank: int) -> None:
-    """Print `Bench.phases` as JSON; in a process that may use polars."""
+    """Print where a typical step goes, as JSON; in a process that may use polars.
+
+    `phases_ms`: time of a rank by kind and phase, truly and emulated. `transfers_ms`: of the
+    communications of all ranks by kind and size, from the last member's beginning to the last
+    one's end, truly and as merged. `table`: kind, ranks, bytes, and of each the time and processor
+    time in us by `comm-bench`.
+    """
     import polars as pl
 
+    measured = pl.read_parquet(max(folder.parent.glob("comm-*.parquet"), key=os.path.getmtime))
+    table = measured.select(
+        "kind", "ranks", "bytes", (pl.col("time_ns", "cpu_ns") / 1e3).round().cast(pl.Int64)
+    )
+
+    transfers: dict[str, dict[str, float]] = {}
+    for title, trace in (("true", "true.parquet"), ("merged", "calibrated.parquet")):
+        end = pl.col("start_ns") + pl.col("dur_ns")
+        times = (
+            pl.scan_parquet(folder / trace)
+            .filter(pl.col("group").is_not_null(), pl.col("step") >= WARMUP)
+            .with_columns(pl.col("kind").cast(pl.String))
+            .filter(~pl.col("kind").is_in(("send", "recv")))
+            .group_by("kind", "bytes", "group", "seq")
+            .agg(((end.max() - pl.col("start_ns").max()) / 1e6).alias("ms"))
+            .group_by("kind", "bytes")
+            .agg(pl.col("ms").median(), pl.len().alias("count"))
+            .collect()
+        )
+        for kind, nbytes, ms, count in times.iter_rows():
+            transfers.setdefault(f"{kind} {nbytes}", {"count": count})[title] = round(ms, 3)
     found: dict[str, dict[str, float]] = {}
     for title, trace in (("true", "true.parquet"), ("emulated", "run.parquet")):
         times = (
@@ -405,7 +454,7 @@ def print_phases(folder: Path, rank: int) -> None:
         )
         for kind, phase, ms in times.iter_rows():
             found.setdefault(f"{kind} {phase}", {})[title] = round(ms, 3)
-    print(json.dumps(found))
+    print(json.dumps({"phases_ms": found, "transfers_ms": transfers, "table": table.rows()}))
 
 
 def machine() -> dict[str, Any]:
@@ -516,6 +565,29 @@ def phase_rows(found: dict[str, Any]) -> Iterator[list[str]]:
         yield [found["shape"], what, *cells]
 
 
+def transfer_rows(found: dict[str, Any]) -> Iterator[list[str]]:
+    """How long communications are under way once all members are there."""
+    for what, times in sorted(found.get("transfers_ms", {}).items()):
+        cells = [f"{times[one]:.2f}" if one in times else "-" for one in ("true", "merged")]
+        yield [found["shape"], what, f"{times['count']:.0f}", *cells]
+
+
+def spent_rows(found: dict[str, Any]) -> Iterator[list[str]]:
+    """What a typical step takes of a rank: least and most of the ranks of all runs."""
+    sources = {
+        "true": found.get("true_spent", []),
+        "slices": [found["calibration"].get("spent", {})],
+        "emulated": [one.get("spent", {}) for one in found["emulated"]],
+    }
+    for title, runs in sources.items():
+        ranks = [values for one in runs for values in one.values()]
+        if ranks:
+            cells = (
+                f"{min(values):.1f} to {max(values):.1f}" for values in zip(*ranks, strict=True)
+            )
+            yield [found["shape"], title, *cells]
+
+
 def injected_rows(found: dict[str, Any]) -> Iterator[list[str]]:
     """By how much a slow virtual rank shifts the step, truly and emulated."""
     true = statistics.mean(typical(times) for times in found["true_ns"])
@@ -545,6 +617,17 @@ def tables(output: Path) -> str:
     phases = [cells for found in all_found for cells in phase_rows(found)]
     if phases:
         lines += ["", *markdown(("job", "kind and phase", "true ms", "emulated ms"), phases)]
+    transfers = [cells for found in all_found for cells in transfer_rows(found)]
+    if transfers:
+        heads = ("job", "transfer, bytes", "operations", "true ms", "merged ms")
+        lines += ["", *markdown(heads, transfers)]
+    taken = [cells for found in all_found for cells in spent_rows(found)]
+    if taken:
+        heads = (
+            "job", "a step of a rank", "program ms", "other threads ms", "kept waiting ms",
+            "page faults", "switches",
+        )  # fmt: skip
+        lines += ["", *markdown(heads, taken)]
     shifts = [cells for found in all_found for cells in injected_rows(found)]
     if shifts:
         lines += ["", *markdown(("job", "slowed down", "true step", "emulated step"), shifts)]
@@ -604,6 +687,7 @@ def main() -> None:
         repeats=options.repeats,
         inject=not options.no_inject,
         wide=frozenset(options.wide),
+        most_ranks=needed,
     )
     missing = [name for name in options.shapes if not (options.output / f"{name}.json").is_file()]
     if missing:

@@ -3,7 +3,7 @@
     timed.py SCRIPT [ARGUMENTS]...
 
 Environment: FIDELITY_TIMES is the folder for `rank-N.json` (times of the ends of optimizer steps
-in ns); FIDELITY_CORES pins ranks to cores, as in `0:4,1:5+6`; with FIDELITY_CLAIMS, a folder, each
+in ns) and `spent-N.json` (what each step took, see `SPENT`); FIDELITY_CORES pins ranks to cores, as in `0:4,1:5+6`; with FIDELITY_CLAIMS, a folder, each
 rank takes a core that no other has, of those it may use; FIDELITY_SLOW makes the layers and the
 optimizer of a rank take longer, as in `5:1.2`.
 """
@@ -13,9 +13,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import runpy
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,22 @@ from torch.optim.optimizer import (
 
 _SLOWED = ("Block", "Embedding", "LayerNorm", "Linear")
 """Classes of layers that compute; what is left is the loss."""
+
+SPENT = ("program_ms", "others_ms", "kept_waiting_ms", "page_faults", "switches")
+"""Of a step: processor time of the program's thread and of all others of the process; for how
+long the program's could have run, but its core had something else to do; pages that were touched for
+the first time; how often its core was taken from a thread."""
+
+
+def _spent() -> list[float]:
+    """So far, as in `SPENT`."""
+    program, usage = time.thread_time_ns(), resource.getrusage(resource.RUSAGE_SELF)
+    try:
+        waited = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    except (OSError, IndexError):
+        waited = 0
+    others = time.process_time_ns() - program
+    return [program / 1e6, others / 1e6, waited / 1e6, usage.ru_minflt, usage.ru_nivcsw]
 
 
 def _of_rank(variable: str, rank: int) -> str | None:
@@ -87,13 +105,15 @@ def _slow_down(factor: float) -> None:
     register_optimizer_step_post_hook(end("optimizer"))
 
 
-def _write_at_the_end(path: Path, ends: list[int]) -> None:
+def _write_at_the_end(folder: Path, rank: int, ends: list[int], spent: list[list[float]]) -> None:
     """When the program leaves the job, which is over then."""
     leave = dist.destroy_process_group
 
     def write_and_leave(*groups: Any) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(ends))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank-{rank}.json").write_text(json.dumps(ends))
+        steps = [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(spent)]
+        (folder / f"spent-{rank}.json").write_text(json.dumps(steps))
         leave(*groups)
 
     dist.destroy_process_group = write_and_leave
@@ -115,10 +135,16 @@ def main() -> None:
     if factor is not None:
         _slow_down(float(factor))
     ends: list[int] = []
-    register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter_ns()))
+    spent: list[list[float]] = []
+
+    def note(*_: Any) -> None:
+        spent.append(_spent())
+        ends.append(time.perf_counter_ns())
+
+    register_optimizer_step_post_hook(note)
     folder = os.environ.get("FIDELITY_TIMES")
     if folder:
-        _write_at_the_end(Path(folder) / f"rank-{rank}.json", ends)
+        _write_at_the_end(Path(folder), rank, ends, spent)
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))

@@ -129,8 +129,11 @@ class Hub(Service):
             self._hybrid.assistants.join(*message[1:])
         elif name == "cost":
             _, number, packed, plays, _ = message
-            cost_ns = self._cost_ns(unpack_op(packed, self._hybrid.groups_of(rank)), plays)
-            self._hybrid.outbox.append(Sent(rank, ("value", number, cost_ns)))
+            op = unpack_op(packed, self._hybrid.groups_of(rank))
+            span_ns = 0 if self.costs is None else self.costs.span_ns(op, op.group.size)
+            self._hybrid.outbox.append(
+                Sent(rank, ("value", number, self._cost_ns(op, plays), span_ns))
+            )
         elif name == "moved":
             self.moved.append(MovedSummary(*message[1]))
         else:

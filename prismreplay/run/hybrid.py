@@ -354,7 +354,7 @@ class HybridCoordinator(Coordinator):
         return Entry(
             ticket=(rank, ticket),
             placed=placed,
-            queue=(op.group.key, op.peer, op.call) if p2p else op.group.key,
+            queue=op.queue,
             batch=op.batch,
             issued_ns=issued_ns,
             waits_for=partners,

@@ -86,7 +86,7 @@ class SandboxRole(CollectRole):
         """What this rank gave and the hub is done with."""
         self.taken: list[int] = []
         """Answers that this rank has taken the results of, as the hub does not know yet."""
-        self._costs: dict[Hashable, int] = {}
+        self._costs: dict[Hashable, tuple[int, int]] = {}
 
     def make_real_group(self, group: Group, backends: dict[str, str]) -> Any:
         """A group of torch's own, if all members are sandbox ranks and its backend is here.
@@ -162,16 +162,20 @@ class SandboxRole(CollectRole):
             parcel.close()
         small = self._small.start(op, ticket, outputs, self.clock.debt_ns)
         if self._contends:
-            self.contention.begin(ticket, self._cost_ns(op, small is not None))
+            self.contention.begin(ticket, *self._cost_ns(op, small is not None))
         self.clock.handed_over(time.monotonic_ns() - begun)
         return _HubPending(self, ticket, token, outputs, small, parcel)
 
-    def _cost_ns(self, op: Op, plays: bool) -> int:
-        """Processor time of an operation, less what a small group takes for it if one `plays`."""
+    def _cost_ns(self, op: Op, plays: bool) -> tuple[int, int]:
+        """Processor time of an operation, and how long that is under way.
+
+        Less what a small group takes for it if one `plays`.
+        """
         key = op.call, op.group.key, op.payload_bytes, op.dtype
         if key not in self._costs:
             packed = pack_op(op, self._step())
-            self._costs[key] = int(self._connection.ask("cost", packed, plays)[0][2])
+            cost_ns, span_ns = self._connection.ask("cost", packed, plays)[0][2:]
+            self._costs[key] = int(cost_ns), int(span_ns)
         return self._costs[key]
 
 

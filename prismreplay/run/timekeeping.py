@@ -2,8 +2,8 @@
 
 Sandbox ranks say when they issued an operation, on their own clocks (`prismreplay.run.clock`).
 It *arrives* when what is ahead of it in its queue has ended: a group's collectives run one after
-another, and so do messages to or from one partner. It is *ready* once all members have arrived,
-virtual ones as the plan says, and ends after its transfer.
+another (over gloo two at a time), and so do messages to or from one partner. It is *ready* once all
+members have arrived, virtual ones as the plan says, and ends after its transfer.
 
 Without a plan (slices) virtual members are always there, and transfers take no time.
 """

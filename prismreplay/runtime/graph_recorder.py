@@ -13,9 +13,9 @@ names as a copy between device and host, segments are nodes that copy. There is 
 - between waits that follow each other within one function of torch's, as at the end of backward.
 
 A communication depends on the segment before it and on what is ahead of it in its queue: each
-group has one for collectives and, for p2p, one for every partner and direction (an exchange in
-which both sides receive first would be a cycle otherwise). A segment depends on the segment
-before it and on all that was waited for since.
+group has one for collectives (two over gloo, which runs two at a time) and, for p2p, one for every
+partner and direction (an exchange in which both sides receive first would be a cycle otherwise). A
+segment depends on the segment before it and on all that was waited for since.
 
 A program that puts work into several streams of a device has as many *lanes* of segments. A
 lane waits for what its own stream waits for: communications, and segments of other lanes before
@@ -325,7 +325,7 @@ class GraphRecorder:
 
     def _enqueue(self, op: Op, index: int) -> tuple[int, list[int]]:
         """Stream of a communication, and distances back to what it depends on."""
-        key = (op.group.key, op.peer, op.call) if op.call in _P2P else op.group.key
+        key = op.queue
         queue = self._queues.get(key)
         if queue is None:
             number = self._groups[op.group.key][0]
@@ -372,7 +372,7 @@ class _Queue:
 def _label(op: Op) -> str:
     """What to call a queue, after its group: partners by their distance in the group."""
     if op.call not in _P2P:
-        return ""
+        return f"queue {op.queue_number + 1}" if op.queue_number else ""
     if op.peer is None:
         return f"{op.call.value} from anyone"
     size = op.group.size

@@ -29,6 +29,7 @@ N is the size of the group; k > 1 where several are coalesced into one operation
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -62,6 +63,10 @@ class Call(StrEnum):
 
 
 _KINDS = {call: Kind(call.value.removesuffix("_single")) for call in Call}
+
+_AT_A_TIME = {"gloo": 2}
+"""Collectives of a group that a backend runs at a time, if more than one: torch gives each gloo
+group two threads, which take operations in the order of their numbers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -159,3 +164,21 @@ class Op:
     def count(self) -> int | None:
         """`seq` as people count: without the tag that stands above the numbers of messages."""
         return None if self.seq is None else self.seq - (self.tag << 32)
+
+    @property
+    def queue(self) -> Hashable:
+        """Operations of one queue run one after another.
+
+        Messages to or from one partner do, and collectives of a group. Where the backend runs
+        several of these at a time, there are as many queues, which take turns.
+        """
+        if self.call in (Call.SEND, Call.RECV):
+            return self.group.key, self.peer, self.call
+        return self.group.key, self.queue_number
+
+    @property
+    def queue_number(self) -> int:
+        """Which of its group's queues a collective is in; those of a batch are in the first."""
+        if self.seq is None or self.batch is not None:
+            return 0
+        return self.seq % _AT_A_TIME.get(self.group.backend, 1)

@@ -97,9 +97,62 @@ def test_all_is_taken_waived_or_owed(costs, waits):
         for number, elapsed in waits:
             longer = contention.waited(number, elapsed)
             assert 0 <= longer <= sum(costs[: number + 1])
-        owed = sum(left for _, left in contention._owed)
+        owed = sum(one.left_ns for one in contention._owed)
         assert contention.waived_ns + owed == sum(costs)
         contention.waited(len(costs), 0)
+
+
+class Timer:
+    """A clock that stands until it is set."""
+
+    def __init__(self) -> None:
+        self.ns = 10**9
+
+    def now(self) -> int:
+        return self.ns
+
+
+def test_a_backend_takes_its_time_bit_by_bit():
+    clock, timer = Clock(), Timer()
+    contention = Contention(clock.now, clock.work, timer.now)
+    contention.begin(1, 8_000_000, 40_000_000)
+    time.sleep(0.02)
+    assert contention.taken_ns == 0
+    timer.ns += 10_000_000
+    assert settle(contention, 2_000_000) == 2_000_000
+    # What is left falls into the waiting.
+    with contention.paused():
+        assert contention.waited(1, 30_000_000) == 0
+    assert contention.waived_ns == 6_000_000
+
+
+def test_nothing_is_taken_between_waits_that_follow_each_other():
+    clock, timer = Clock(), Timer()
+    contention = Contention(clock.now, clock.work, timer.now)
+    with contention.paused():
+        contention.begin(1, 2_000_000)
+        contention.begin(2, 3_000_000)
+    for _ in range(5):
+        time.sleep(0.005)
+        with contention.paused():
+            contention.waited(1, 0)
+    assert contention.taken_ns == 0
+    # The program goes on.
+    timer.ns += 1_000_000
+    assert settle(contention, 3_000_000) == 3_000_000
+
+
+def test_two_operations_at_a_time():
+    clock, timer = Clock(), Timer()
+    contention = Contention(clock.now, clock.work, timer.now)
+    with contention.paused():
+        for number in range(1, 5):
+            contention.begin(number, 1_000_000, 10_000_000)
+    timer.ns += 10_000_000
+    assert settle(contention, 2_000_000) == 2_000_000
+    timer.ns += 10_000_000
+    assert settle(contention, 4_000_000) == 4_000_000
+    assert contention.waited(4, 0) == 0
 
 
 def test_real_threads_take_real_time():
@@ -136,6 +189,7 @@ def test_measured_groups_cost_what_was_measured(costs):
     assert costs.of(op(), 2) == 100
     assert costs.of(op(Call.SEND), 8) == 70
     assert costs.of(op(Call.RECV), 8) == 70
+    assert costs.span_ns(op(), 8) == 900
 
 
 def test_other_groups_cost_by_the_bytes_a_rank_moves(costs):
@@ -148,3 +202,4 @@ def test_what_nobody_measured_costs_nothing(costs):
     assert costs.of(op(Call.ALL_GATHER), 8) == 0
     assert costs.of(op(Call.BARRIER), 8) == 0
     assert costs.of(op(), 1) == 0
+    assert costs.span_ns(op(Call.ALL_GATHER), 8) == 0

@@ -17,13 +17,13 @@ FLOATS = TensorSpec((4,), DType.FLOAT32)
 class Rank:
     """A rank's program as a script of events."""
 
-    def __init__(self, folder, rank=0, size=2, clock=None, ranks=None):
+    def __init__(self, folder, rank=0, size=2, clock=None, ranks=None, backend="nccl"):
         self.where = None
         self.writer = pt.SpanWriter(folder / f"{rank}.spool", rank=rank, background=False)
         self.recorder = GraphRecorder(self.writer, clock=clock, callers=lambda: [self.where])
         self.position = self.recorder.position
         ranks = tuple(ranks or range(size))
-        self.group = Group("0", ranks, ranks.index(rank), "gloo", desc="default_pg")
+        self.group = Group("0", ranks, ranks.index(rank), backend, desc="default_pg")
         self.recorder.joined(self.group)
         self.seqs = itertools.count()
 
@@ -117,6 +117,21 @@ def test_collectives_of_a_group_queue_up(tmp_path, pair):
         ("compute", [1, 4]),
         ("compute", [3, 5]),
     ]
+
+
+def test_gloo_runs_two_collectives_of_a_group_at_a_time(tmp_path):
+    for number in range(2):
+        rank = Rank(tmp_path, number, backend="gloo")
+        for _ in range(4):
+            rank.issue()
+        if number == 0:
+            first = rank
+    rows = rows_of(tmp_path, first, rank)
+    deps = [each for kind, each in told(rows) if kind == "all_reduce"]
+    # Each behind the one before the last.
+    assert deps == [[0], [2], [1, 4], [3, 6]]
+    mine = rows.filter(rank=0, kind="all_reduce")
+    assert mine["stream"].n_unique() == 2
 
 
 def test_a_range_that_copies_is_a_node_of_its_own(tmp_path):
