@@ -267,8 +267,8 @@ def _print(report: CollectReport) -> None:
     if report.supplied:
         rows.insert(5, ("supplied", f"{report.supplied:,} communications without partners"))
     if report.mirrored:
-        text = f"{report.mirrored:,} calls of collectives above --mirror-above: not performed"
-        rows.insert(5, ("mirrored", text))
+        calls = f"{report.mirrored:,} calls of collectives above --mirror-above: not performed"
+        rows.insert(5, ("mirrored", calls))
     if report.folded_ranks:
         checked = len(report.checked_ranks)
         rows.insert(
