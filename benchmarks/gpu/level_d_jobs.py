@@ -76,15 +76,19 @@ def bounded(words: Sequence[object], limit_s: float, variables: Mapping[str, str
         start_new_session=True,
     )
     ended = ""
-    for signum, patience_s in ((None, limit_s), (signal.SIGINT, 10), (signal.SIGKILL, None)):
-        if signum is not None:
-            ended = f"ended after {limit_s:.0f} s"
-            os.killpg(child.pid, signum)
+    try:
+        out, err = child.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        ended = f"ended after {limit_s:.0f} s"
+        os.killpg(child.pid, signal.SIGINT)
         try:
-            out, err = child.communicate(timeout=patience_s)
-            break
+            out, err = child.communicate(timeout=10)
         except subprocess.TimeoutExpired:
-            continue
+            os.killpg(child.pid, signal.SIGKILL)
+            out, err = child.communicate()
+    except BaseException:
+        os.killpg(child.pid, signal.SIGKILL)
+        raise
     if child.returncode or ended:
         command = " ".join(map(str, words))
         ended = ended or f"exit code {child.returncode}"

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.gpu.fidelity_multi import Bench, OutOfTimeError, settings_of
 from benchmarks.gpu.level_d import compare_kernels, compare_pieces, report, transfers, typical
-from benchmarks.gpu.level_d_jobs import layouts_of, made_up, model_of, sandbox_sizes
+from benchmarks.gpu.level_d_jobs import bounded, layouts_of, made_up, model_of, sandbox_sizes
 from benchmarks.gpu.timed_rank import kernels_of
 
 OPTIONS = Namespace(ranks=None, size="0.3", steps=6, repeats=2, only=None, anyway=False)
@@ -81,6 +81,26 @@ def test_parts_are_kept_and_failed_ones_tried_twice(tmp_path):
     second.measure("ddp/chain", 1, lambda: 1 / 0)
     assert bench(tmp_path).settled("ddp/chain")
     assert not bench(tmp_path).settled("ddp/record")
+
+
+def test_what_was_cut_short_is_not_a_failure(tmp_path):
+    for _ in range(4):
+        with pytest.raises(OutOfTimeError):
+            bench(tmp_path, budget=10).measure("table", 1, lambda: 1 / 0)
+    last = bench(tmp_path, budget=10)
+    for state in ("failed", "failed"):
+        assert not last.settled("table")
+        last.measure("table", 1, lambda: 1 / 0)
+        assert last.parts["table"]["state"] == state
+    assert last.settled("table")
+
+
+def test_commands_are_bounded():
+    assert bounded(("echo", 3), 30, {}) == "3\n"
+    with pytest.raises(RuntimeError, match="exit code 1"):
+        bounded(("false",), 30, {})
+    with pytest.raises(RuntimeError, match="ended after 0 s"):
+        bounded(("sleep", 60), 0.05, {})
 
 
 def test_results_of_another_machine_count_but_not_its_files(tmp_path):
