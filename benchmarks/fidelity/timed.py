@@ -38,9 +38,9 @@ _SLOWED = ("Block", "Embedding", "LayerNorm", "Linear")
 """Classes of layers that compute; what is left is the loss."""
 
 SPENT = ("program_ms", "others_ms", "kept_waiting_ms", "page_faults", "switches")
-"""Of a step: processor time of the program's thread and of all others of the process; for how
-long the program's could have run, but its core had something else to do; pages that were touched for
-the first time; how often its core was taken from a thread."""
+"""Of a step: processor time of the program's thread (with what the emulator does on it) and of all
+others of the process; for how long the program's could have run, but its core had something else to
+do; pages that were touched for the first time; how often its core was taken from a thread."""
 
 
 def _spent() -> list[float]:
