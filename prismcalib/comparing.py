@@ -20,7 +20,7 @@ from prismcalib.block_graph import step_model
 from prismcalib.errors import ComparisonError
 from prismcalib.extent import extent_of
 from prismcalib.graph import Graph, Int32Array, Int64Array
-from prismcalib.operations import CLASS_COLUMNS, OperationTable
+from prismcalib.operations import CLASS_COLUMNS, OperationTable, group_families
 from prismcalib.paths import calibrated_trace
 from prismcalib.propagation import propagate, propagate_batch
 from prismcalib.step_times import step_table_of, typical_ns, warmup_of
@@ -35,6 +35,9 @@ Source = Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _CLEAR = 3.0
 # Operations per step and rank; less is a rare one, or rounding.
 _FEWEST_ADDED = 0.01
+# A mean size that changes by more, relative to the larger.
+_RESIZED = 0.005
+_SIZES_TOLD = 4
 # Durations of one propagated batch.
 _MOST_CELLS = 2**26
 # Rows times effects that take minutes; of large runs fewer effects are computed.
@@ -62,6 +65,8 @@ class Comparison:
         ranks: the same with ranks as classes, which shows single slow devices that averages
             hide; None if the runs have other ranks.  In effects of ranks every sort of operation
             of a rank changes as that sort did: a slow device does not slow its transfers.
+        sizes: communications that carry more or less in the second run: kind, phase, group,
+            bytes_a, bytes_b (means), largest change of the mean first.
     """
 
     step_a_ns: int
@@ -70,6 +75,7 @@ class Comparison:
     gap_effect_ns: int
     classes: pl.DataFrame
     ranks: pl.DataFrame | None
+    sizes: pl.DataFrame
 
     @property
     def change_ns(self) -> int:
@@ -93,7 +99,12 @@ class Comparison:
     def notes(self) -> tuple[str, ...]:
         """What to know before one trusts the effects."""
         per = "step of all ranks" if "rank" in self.classes.columns else "step and rank"
-        return tuple(
+        sizes = (
+            f"{' '.join(filter(None, (kind, phase, group and f'of {group}')))} carries "
+            f"{after:,.0f} bytes in B, {before:,.0f} in A (means)"
+            for kind, phase, group, before, after in self.sizes.head(_SIZES_TOLD).rows()
+        )
+        return *sizes, *(
             f"{added:.4g} operations per {per} exist only in {run}: effects are those "
             "of longer or shorter operations, not of more or fewer"
             for run, added in (("A", self.only_in_a), ("B", self.only_in_b))
@@ -113,6 +124,7 @@ class Comparison:
             "only_in_b": self.only_in_b,
             "notes": list(self.notes),
             "classes": shown.to_dicts(),
+            "sizes": self.sizes.to_dicts(),
             "ranks": None if self.ranks is None else self.ranks.head(limit or 10**9).to_dicts(),
         }
 
@@ -164,6 +176,31 @@ def compare(
         gap_effect_ns=model.effect_of_gaps(gaps[1] / gaps[0] if gaps[0] else 1.0),
         classes=_with_effects(classes, model, scaled, effects),
         ranks=ranks,
+        sizes=_sizes(traces),
+    )
+
+
+def _sizes(traces: Sequence[Trace]) -> pl.DataFrame:
+    """`Comparison.sizes`."""
+    by = ["kind", "phase", "group"]
+    sides = []
+    for trace, side in zip(traces, "ab", strict=True):
+        family = pl.col("group").replace_strict(
+            group_families(trace.header), default=None, return_dtype=pl.String
+        )
+        known = trace.nodes.filter(pl.col("bytes").is_not_null() & pl.col("group").is_not_null())
+        sums = known.group_by(by).agg(pl.col("bytes").sum(), count=pl.len())
+        named = sums.collect(engine="streaming").with_columns(
+            pl.col("kind", "phase").cast(pl.String), group=family
+        )
+        totals = named.group_by(by).agg(pl.col("bytes", "count").sum())
+        sides.append(totals.select(*by, (pl.col("bytes") / pl.col("count")).alias(f"bytes_{side}")))
+    change = (pl.col("bytes_b") - pl.col("bytes_a")).abs()
+    return (
+        sides[0]
+        .join(sides[1], on=by, nulls_equal=True)
+        .filter(change > _RESIZED * pl.max_horizontal("bytes_a", "bytes_b"))
+        .sort(change, *by, descending=[True, False, False, False])
     )
 
 

@@ -7,6 +7,7 @@ from prismcalib.errors import ComparisonError, MergeInputError
 from prismcalib.merging import merge
 from prismcalib.operations import group_families, operations
 from prismcalib.prediction import predict
+from prismtrace.trace import Trace
 
 SHAPE = {"pp": 2, "tp": 1, "dp": 2, "layers_per_stage": 1, "steps": 4, "seed": 1}
 EXACT = {"jitter": 0, "step_jitter": 0, "comm_jitter": 0, "moe_imbalance": 0, "end_spread_ns": 0}
@@ -55,6 +56,22 @@ def test_what_a_slow_rank_does_not_do_longer_is_not_slowed():
     effects = dict(compare(a, b).ranks.select("rank", "effect_ns").iter_rows())
     assert effects[1] < 0
     assert abs(effects[0]) < 0.001 * -effects[1]
+
+
+def test_larger_payloads_are_told():
+    trace = run()
+    sent = pl.col("kind") == "send"
+    larger = Trace(
+        trace.header,
+        trace.nodes.with_columns(bytes=pl.col("bytes") * pl.when(sent).then(2).otherwise(1)),
+    )
+    found = compare(trace, larger)
+    assert set(found.sizes["kind"]) == {"send"}
+    assert (found.sizes["bytes_b"] == 2 * found.sizes["bytes_a"]).all()
+    before = found.sizes["bytes_a"][0]
+    assert found.notes[0].startswith("send ")
+    assert found.notes[0].endswith(f" bytes in B, {before:,.0f} in A (means)")
+    assert compare(trace, trace).notes == ()
 
 
 def test_gaps():
