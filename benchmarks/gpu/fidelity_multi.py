@@ -261,7 +261,9 @@ class Bench:
         flags = [*model_of("tiny", self.ranks), *layouts_of(self.ranks)[name], "--steps", "4"]
         words = self.program(flags)
         limit_s = max(1.0, self.left_s() - 15)
-        made = emulate(folder, words, self.ranks, record_below=EVERYTHING, limit_s=limit_s)
+        more = ["--comm-table", str(self.table)]
+        below = {"record_below": EVERYTHING, "limit_s": limit_s, "more": more}
+        made = emulate(folder, words, self.ranks, **below)
         true = self.true_run(folder, words)
         return {"true": true["losses"], "emulated": made["losses"], "wall": made["wall"]}
 

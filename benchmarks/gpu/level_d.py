@@ -286,7 +286,8 @@ def report(state: Mapping[str, Any]) -> str:
             lines += [name, "", *_plain_table(others[name]), ""]
     for name, result in others.items():
         if name.startswith("kineto/"):
-            lines.append(f"{name}: {result['bytes']:,} bytes; {result['converted']}")
+            lines.append(f"{name}: {result['bytes']:,} bytes")
+            lines += [_converted(*one) for one in result["converted"].items()]
     states = Counter(part["state"] for part in done.values())
     lines.append(", ".join(f"{count} parts {state}" for state, count in sorted(states.items())))
     for name, part in done.items():
@@ -294,6 +295,18 @@ def report(state: Mapping[str, Any]) -> str:
             end = " | ".join(part["error"].strip().splitlines()[-3:])
             lines.append(f"{name} failed: {end[-400:]}")
     return "\n".join(lines) + "\n"
+
+
+def _converted(variant: str, told: Mapping[str, Any]) -> str:
+    """What the converter made of profiles, in short."""
+    made, merged = told["convert"], told["merge"]
+    spread = merged["clock"]["end_spread_after"]
+    return (
+        f"- {variant}: {made['nodes']} nodes of {made['events']} events, matched {made['matched']}, "
+        f"edges {made['edges']}, repairs {made['repairs']}; ends apart {spread['median_ns']} ns, "
+        f"at most {spread['max_ns']}; recorded {merged['recorded_ns']}, propagated "
+        f"{merged['propagated_ns']} ns"
+    )
 
 
 def _plain_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -194,3 +194,21 @@ def test_the_table_is_made_of_what_is_there(tmp_path):
         *("1.00%", "0.20%", "", "", "2.000", "2.100", "50"),
     ]
     assert typical([9.0, 9.0, 1.0, 3.0]) == 2
+
+
+def test_profiles_of_all_ranks_are_told(tmp_path, run_command, repo):
+    one, told = bench(tmp_path), {}
+    source = repo / "tests/data/h200/ddp"
+    for name, *words in (
+        ("convert", "prismtrace", "convert", source, "-o", "ddp.parquet"),
+        ("merge", "prismcalib", "merge", "ddp.parquet", "-o", "merged.parquet"),
+    ):
+        done = run_command(*words, "--json")
+        assert done.returncode == 0, done.stderr
+        told[name] = json.loads(done.stdout)
+    one.measure("kineto/ddp", 1, lambda: {"bytes": 9, "converted": {"ddp": told}})
+    (tmp_path / "work/kineto/ddp").mkdir(parents=True)
+    (tmp_path / "work/kineto/ddp/rank0.json.gz").write_bytes(b"1")
+    one.pack()
+    assert (tmp_path / "out/kineto.tar").stat().st_size > 1
+    assert "recorded 23196297, propagated 23196297 ns" in report(one.state)
