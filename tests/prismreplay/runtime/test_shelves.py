@@ -43,6 +43,25 @@ def test_a_wait_of_the_program_gives_up_at_once(story):
     assert story.lives() == [False, True]
 
 
+def test_a_wait_of_the_program_gives_up_the_backends_handle(story):
+    """The handle has the outputs, too: memory is free at once, not at the next operation."""
+
+    class Handle:
+        def __init__(self):
+            self.outputs = [Tensor()]
+
+        def is_completed(self):
+            return False
+
+    handle = Handle()
+    output = weakref.ref(handle.outputs[0])
+    kept = story.shelf.keep(handle.outputs, handle.is_completed)
+    del handle
+    kept.release()
+    assert output() is None
+    assert kept.is_over()
+
+
 def test_without_one_the_next_operation_gives_up_what_was_found_complete(story):
     story.issue()
     story.over.add(0)
