@@ -146,7 +146,7 @@ part_collect() {
 }
 part_emulate() { measure emulate 150 emulate_cuda.py --out "$out" --budget "$(budget 140)"; }
 part_vanilla() { measure vanilla 148 vanilla.py --out "$out" --budget "$(budget 140)"; }
-part_memory() { measure memory 148 moe_memory_cuda.py --out "$out" --budget "$(budget 140)"; }
+part_memory() { measure memory 100 moe_memory_cuda.py --out "$out" --budget "$(budget 90)"; }
 part_peers() {
     if ((gpus > 1)); then
         run peers 60 "$python" -m torch.distributed.run --nproc-per-node "$gpus" \
