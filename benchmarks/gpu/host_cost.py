@@ -168,12 +168,23 @@ def record_costs() -> dict[str, object]:
     return found
 
 
+class HostOnly:
+    """To try the script itself."""
+
+    host_ns = staticmethod(time.perf_counter_ns)
+
+    def ready(self):
+        """Never."""
+        return False
+
+
 VARIANTS = (
     "recorded",
     "without followers",
     "futures without devices",
     "without asking for memory",
     "nothing kept",
+    "without a thread that writes",
 )
 
 
@@ -208,8 +219,9 @@ class Buckets:
         from prismreplay.runtime.recording import RecordRole
         from prismreplay.runtime.shelves import Kept
 
-        self.devices = CudaDevices()
-        writer = pt.SpanWriter(folder / f"{variant}-{id(self)}.spool")
+        self.devices = CudaDevices() if self.tensor.is_cuda else HostOnly()
+        beside = variant != "without a thread that writes"
+        writer = pt.SpanWriter(folder / f"{variant}-{id(self)}.spool", background=beside)
         timeline = Timeline(self.devices, writer)
         recorder = GraphRecorder(writer, timeline=timeline, current_stream=current_stream)
         self.futures = FutureQueue(recorder.waits_together)
