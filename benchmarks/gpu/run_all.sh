@@ -12,6 +12,7 @@
 #   emulate    slices, plan and sandbox of GPTs, end to end
 #   vanilla    every rank through NCCL on one GPU against pruned communication and holds
 #   memory     a mixture of experts: peaks in the sandbox and truly; out of memory
+#   costs      where the host's time goes; what recording does to memory, action by action
 #   peers      rings over peer memory, with two GPUs or more
 #
 # Without --only: all of them. PYTHON is the interpreter (python3); it needs torch with CUDA,
@@ -20,13 +21,13 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-out="${OUT:-gpu-results}" full=() only=tests,plugin,runs,record,collect,emulate,vanilla,memory,peers
+out="${OUT:-gpu-results}" full=() only=tests,plugin,runs,record,collect,emulate,vanilla,memory,costs,peers
 while (($#)); do
     case "$1" in
         --full) full=(--full) ;;
         --out) out="$2"; shift ;;
         --only) only="$2"; shift ;;
-        *) sed -n '2,22p' "${BASH_SOURCE[0]}"; exit 2 ;;
+        *) sed -n '2,20p' "${BASH_SOURCE[0]}"; exit 2 ;;
     esac
     shift
 done
@@ -147,6 +148,10 @@ part_collect() {
 part_emulate() { measure emulate 150 emulate_cuda.py --out "$out" --budget "$(budget 140)"; }
 part_vanilla() { measure vanilla 148 vanilla.py --out "$out" --budget "$(budget 140)"; }
 part_memory() { measure memory 100 moe_memory_cuda.py --out "$out" --budget "$(budget 90)"; }
+part_costs() {
+    measure host-cost 70 host_cost.py --out "$out/host_cost.json"
+    measure kept-tensors 60 kept_tensors.py
+}
 part_peers() {
     if ((gpus > 1)); then
         run peers 60 "$python" -m torch.distributed.run --nproc-per-node "$gpus" \

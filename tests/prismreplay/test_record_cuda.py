@@ -218,7 +218,9 @@ def test_peak_memory_is_that_of_a_plain_run(tmp_path, record):
                 each.wait()
         torch.cuda.synchronize()
         time.sleep(0.3)  # the backend's thread looks at what is complete
-        print("PEAK", step, torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated())
+        print("PEAK", step, torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated(),
+              # What was asked for: blocks may be larger, depending on what was free when.
+              torch.cuda.memory_stats()["requested_bytes.all.peak"])
     """
     record(text)
     path = tmp_path / "program.py"
@@ -236,7 +238,7 @@ def test_peak_memory_is_that_of_a_plain_run(tmp_path, record):
         [line for line in said.splitlines() if line.startswith("PEAK")]
         for said in (log, plain.stdout)
     ]
-    assert peaks[0] == peaks[1]
+    assert peaks[0] == peaks[1], f"recorded {peaks[0]}, plain {peaks[1]}"
     assert peaks[0]
 
 
