@@ -367,16 +367,16 @@ def emulation_costs(limit_s: float) -> dict[str, object]:
         environment = {"OMP_NUM_THREADS": "1", **os.environ, FOLDER_VARIABLE: str(told)}
         with subprocess.Popen(
             command, env=with_paths(environment, REPO),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         ) as child:  # fmt: skip
             try:
                 said = child.communicate(timeout=limit_s)[0]
             except subprocess.TimeoutExpired:
-                child.send_signal(signal.SIGINT)
+                os.killpg(child.pid, signal.SIGINT)
                 try:
                     said = child.communicate(timeout=5)[0]
                 except subprocess.TimeoutExpired:
-                    child.kill()
+                    os.killpg(child.pid, signal.SIGKILL)
                     said = child.communicate()[0]
         files = sorted(told.glob("*.json"))
         if child.returncode or not files:
