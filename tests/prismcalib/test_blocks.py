@@ -341,7 +341,7 @@ def test_check(calibrated, by_blocks):
     assert check_graph(calibrated) == whole
     with pytest.raises(MissingMemberError, match="missing ranks=1"):
         check_graph(short)
-    with pytest.raises(CoverageError, match="ranks 1 missing"):
+    with pytest.raises(CoverageError, match="rank 1 missing"):
         check_graph(fewer)
 
 
