@@ -17,6 +17,7 @@ import re
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,9 @@ RUN_VARIABLE = "PRISMREPLAY_RUN"
 """Environment variable that holds the name of the run in all its processes."""
 
 _GROUPS_FILE = "process-groups"
+_TRACKER = b"multiprocessing.resource_tracker"
+_STARTING_S = 2.0
+"""A process that has no command line yet may become a tracker; for so long it is waited for."""
 _NAME = re.compile(r"prismreplay-(\d+)-(\d+)-(\d+)")
 
 
@@ -68,7 +72,7 @@ def clean(folder: Path | None = None) -> Cleaned:
         groups.update(_groups_of(entry))
     processes = []
     for pid in _processes():
-        if _is_left_over(pid, groups) and not _is_tracker(pid):
+        if _is_left_over(pid, groups) and _TRACKER not in _command(pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
                 processes.append(pid)
@@ -87,16 +91,22 @@ def end_groups(leaders: Collection[int]) -> None:
     the killed ones had, and end by themselves.
     """
     wanted = {leader for leader in leaders if _has_members(leader)}
+    patient_until = time.monotonic() + _STARTING_S
     while wanted:
-        found = [
-            pid
+        programs = {
+            pid: _command(pid)
             for pid in _processes()
             if (fields := stat_fields(pid)) is not None
             and fields[0] != "Z"
             and int(fields[2]) in wanted
-            and not _is_tracker(pid)
-        ]
-        if not found:
+        }
+        found = [pid for pid, command in programs.items() if command and _TRACKER not in command]
+        starting = [pid for pid, command in programs.items() if not command]
+        if starting and time.monotonic() < patient_until:
+            time.sleep(0.001)
+        else:
+            found += starting
+        if not found and not starting:
             return
         for pid in found:
             try:
@@ -119,11 +129,12 @@ def _processes() -> Iterator[int]:
     return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
 
 
-def _is_tracker(pid: int) -> bool:
+def _command(pid: int) -> bytes:
+    """A process's command line; empty while it starts another program, and if there is none."""
     try:
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return False
+        return b""
 
 
 def _is_dead(name: str) -> bool:
