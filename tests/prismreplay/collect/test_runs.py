@@ -180,7 +180,7 @@ def test_a_rank_that_only_sends_does_not_run_far_ahead(
         ("raise ValueError('no data')", "rank 1 failed: ValueError: no data"),
     ],
 )
-def test_a_rank_that_fails_ends_the_run(run: Run, last: str, words: str) -> None:
+def test_a_rank_that_fails_ends_the_run(run: Run, last: str, words: str, ended: Ended) -> None:
     program = f"""
         print("before the end", flush=True)
         dist.barrier()
@@ -198,10 +198,10 @@ def test_a_rank_that_fails_ends_the_run(run: Run, last: str, words: str) -> None
     if "SEGV" in words:
         assert "program.py" in caught.value.report
         assert "prismreplay/collect" not in caught.value.report
-    assert _children() == []
+    ended()
 
 
-def test_a_rank_that_leaves_without_a_word_is_missed(run: Run) -> None:
+def test_a_rank_that_leaves_without_a_word_is_missed(run: Run, ended: Ended) -> None:
     program = """
         if rank == 2:
             os._exit(0)
@@ -209,7 +209,7 @@ def test_a_rank_that_leaves_without_a_word_is_missed(run: Run) -> None:
     """
     with pytest.raises(DeadlockError, match="program of rank 2 has ended"):
         run(program)
-    assert _children() == []
+    ended()
 
 
 def test_processes_that_a_rank_forks_are_not_the_rank(run: Run) -> None:
@@ -310,5 +310,19 @@ def test_finished_steps_of_a_run_that_fails_are_kept(
     assert len(kept.header.steps) >= 1
 
 
-def _children() -> list[str]:
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+Ended = Callable[[], None]
+
+
+@pytest.fixture
+def ended() -> Ended:
+    """Asks whether all processes have ended that this test has started."""
+    before = _children()
+
+    def ask() -> None:
+        assert _children() <= before
+
+    return ask
+
+
+def _children() -> set[str]:
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())

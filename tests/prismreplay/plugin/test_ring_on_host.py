@@ -188,9 +188,12 @@ def test_who_does_not_come_is_named_and_nobody_hangs(host_kernel):
     roles = (0, None)
     tables = host.run(roles, limit_ns=SECOND_NS // 5)
     state, row, channel, _move, receives, place, wanted, found = host.report.tolist()
-    assert (state, receives, wanted) == (1, 1, found + 1)
+    assert (state, wanted) == (1, found + 1)
     assert channel < SMALL.channels
     # The gap behind rank 2 waits for it, all others for each other, and any may be first to say so.
+    if not receives:
+        assert tables.outs[row][place] in range(len(schedule.links))
+        return
     link = schedule.links[tables.ins[row][place]]
     assert schedule.programs[link.sender].role in {0, 2, None}
     receiver = schedule.programs[link.receiver].role
