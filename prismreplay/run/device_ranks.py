@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from prismreplay.run.device_streams import CudaStreams, Streams
 from prismreplay.run.following import GraphFollower
 from prismreplay.run.holding import Holder
 from prismreplay.run.ledger import Ledger
+from prismreplay.run.observing import mark_steps, observed
 from prismreplay.run.spinning import Spinner
 from prismreplay.runtime.annotations import make_recorder
 from prismreplay.runtime.cuda_streams import CudaDevices
@@ -149,7 +150,6 @@ def observe_device_rank(
     world_size: int,
     ledger: Ledger,
     rank: int,
-    mark_steps: Callable[..., None],
 ) -> Observed:
     """As `prismreplay.run.running.observe_rank`, for a rank that has a GPU; called in the rank.
 
@@ -159,7 +159,6 @@ def observe_device_rank(
         world_size: ranks of the job.
         ledger: what the processes of the run share.
         rank: global rank.
-        mark_steps: has the hub told of every step.
     """
     # Streams that wait must not hold up others; as `record` has it.
     os.environ.setdefault(_CONNECTIONS, "32")
@@ -172,7 +171,6 @@ def observe_device_rank(
     writer = SpanWriter(folder / f"rank{rank}.spool", rank=rank, world_size=world_size)
     timeline = Timeline(devices, writer)
     recorder = make_recorder(writer, timeline=timeline, cuda=True)
-    roles: list[DeviceRole] = []
     pacer = None
     if orders.plan is not None:
         pacing = partial(make_pacing, slots=ledger.slots)
@@ -204,18 +202,7 @@ def observe_device_rank(
             pace=pace,
             is_on_device=is_on_device,
         )
-        roles.append(role)
         mark_steps(rank, recorder, clock, connection, DeviceMemory(streams))
         return role
 
-    def finish() -> None:
-        recorder.finish()
-        roles[0].tell_summary(spinner.entered)
-
-    return Observed(
-        recorder,
-        finish=finish,
-        flush=writer.flush,
-        step=lambda: recorder.position.step,
-        role=make_role,
-    )
+    return observed(recorder, writer, spinner, make_role)

@@ -33,7 +33,8 @@ from prismreplay.run.hosts import WAIT_SECONDS
 from prismreplay.run.hub import Hub, serve_store
 from prismreplay.run.hybrid import HybridCoordinator, World
 from prismreplay.run.ledger import Ledger
-from prismreplay.run.marks import DeviceSummary, Memory, RankSummary, StepMark
+from prismreplay.run.marks import DeviceSummary, RankSummary, StepMark
+from prismreplay.run.observing import mark_steps, observed
 from prismreplay.run.relaying import Proxies
 from prismreplay.run.small_groups import MovedSummary
 from prismreplay.run.spinning import Spin, Spinner
@@ -495,7 +496,7 @@ def observe_rank(
     if options.gpus:
         from prismreplay.run.device_ranks import observe_device_rank
 
-        return observe_device_rank(folder, options, world_size, ledger, rank, _mark_steps)
+        return observe_device_rank(folder, options, world_size, ledger, rank)
     from prismreplay.run.holding import Holder
     from prismreplay.run.role import SandboxRole
     from prismreplay.runtime.annotations import make_recorder
@@ -506,7 +507,6 @@ def observe_rank(
     writer = SpanWriter(folder / f"rank{rank}.spool", rank=rank, world_size=world_size)
     recorder = make_recorder(writer, clock=clock.now)
     spinner = Spinner(options.spins, recorder.position, clock)
-    roles: list[SandboxRole] = []
 
     def make_role(connection: Any, place: Place) -> SandboxRole:
         role = SandboxRole(
@@ -522,47 +522,7 @@ def observe_rank(
             check=options.check is not None,
             contends=options.comm_table is not None,
         )
-        roles.append(role)
-        _mark_steps(rank, recorder, clock, connection)
+        mark_steps(rank, recorder, clock, connection)
         return role
 
-    def finish() -> None:
-        recorder.finish()
-        roles[0].tell_summary(spinner.entered)
-
-    return Observed(
-        recorder,
-        finish=finish,
-        flush=writer.flush,
-        step=lambda: recorder.position.step,
-        role=make_role,
-    )
-
-
-def _mark_steps(
-    rank: int, recorder: Any, clock: RunClock, connection: Any, memory: Any = None
-) -> None:
-    """Tell the hub of every step that is over, with what `memory` says; see `Memory`."""
-    memory, position = memory or Memory(), recorder.position
-    over = position.step_over
-
-    def mark() -> None:
-        over()
-        with clock.at_its_own_pace():
-            tell()
-
-    def tell() -> None:
-        begun = clock.machine()
-        mark = StepMark(
-            rank,
-            position.step_done,
-            begun,
-            clock.debt_ns,
-            clock.late_ns,
-            clock.handing_ns,
-            *memory.read(),
-        )
-        connection.tell(("step", tuple(mark)))
-        clock.handed_over(clock.machine() - begun)
-
-    position.step_over = mark
+    return observed(recorder, writer, spinner, make_role)

@@ -191,14 +191,13 @@ def test_who_does_not_come_is_named_and_nobody_hangs(host_kernel):
     assert (state, wanted) == (1, found + 1)
     assert channel < SMALL.channels
     # The gap behind rank 2 waits for it, all others for each other, and any may be first to say so.
-    if not receives:
-        assert tables.outs[row][place] in range(len(schedule.links))
-        return
-    link = schedule.links[tables.ins[row][place]]
-    assert schedule.programs[link.sender].role in {0, 2, None}
-    receiver = schedule.programs[link.receiver].role
-    at = tables.count_address(row, place) - host.bases[receiver]
-    assert 0 < at < SMALL.counts_bytes(schedule, receiver)
+    link = schedule.links[(tables.ins if receives else tables.outs)[row][place]]
+    other = link.sender if receives else link.receiver
+    assert schedule.programs[other].role in {0, 2, None}
+    if receives:
+        receiver = schedule.programs[link.receiver].role
+        at = tables.count_address(row, place) - host.bases[receiver]
+        assert 0 < at < SMALL.counts_bytes(schedule, receiver)
 
 
 def test_one_who_waits_names_the_one_that_is_missing(host_kernel):
