@@ -131,7 +131,6 @@ class CommCosts:
         self._later: list[_Later] = []
         self._known: dict[Operation, Estimate | None] = {}
         self._counts: Counter[str] = Counter()
-        self._left: Counter[str] = Counter()
         self._doubts: dict[tuple[str, str, int, int], Doubt] = {}
         self._model = CommModel(())
 

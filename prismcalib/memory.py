@@ -35,13 +35,12 @@ def available_bytes() -> int | None:
     return min(known, default=None)
 
 
-def require_memory(needed: int, what: str, hint: str = _HINT) -> None:
+def require_memory(needed: int, what: str) -> None:
     """Refuse what would not fit.
 
     Args:
         needed: bytes, an estimate.
         what: that needs them, for people.
-        hint: what else can be done.
 
     Raises:
         TooLargeError: less is available.
@@ -51,7 +50,7 @@ def require_memory(needed: int, what: str, hint: str = _HINT) -> None:
         raise TooLargeError(
             f"{what} would take about {needed / 2**30:.1f} GiB of memory, "
             f"{there / 2**30:.1f} GiB are available",
-            hint=hint,
+            hint=_HINT,
         )
 
 

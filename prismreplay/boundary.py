@@ -25,7 +25,7 @@ arrival computed from the calibrated graph instead of replayed by a process per 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -44,7 +44,6 @@ __all__ = [
     "VertexKind",
     "VirtualWorld",
     "compile_boundary",
-    "members_by_vertex",
 ]
 
 Place = tuple[int, int]
@@ -291,11 +290,6 @@ class VirtualWorld:
         """When all members of a vertex are there; None while that is not known."""
         return self._ready.get((vertex, round))
 
-    def virtual_arrival_ns(self, vertex: int, round: int = 0) -> int | None:
-        """When the last virtual member arrives; None while that is not known."""
-        latest, missing = self._arrival((vertex, round))
-        return latest if missing is None else None
-
     def forget(self, before_round: int) -> None:
         """Drop what no later place asks for; keeps a long run's memory flat.
 
@@ -366,13 +360,3 @@ class VirtualWorld:
             settled.append((place, self._ready[place]))
             queue += self._blocked.pop(place, ())
         return settled
-
-
-def members_by_vertex(
-    boundary: Boundary, graph: Graph, sandbox: Sequence[bool] | NDArray[np.bool_]
-) -> dict[int, int]:
-    """How many sandbox rows each vertex waits for; what `VirtualWorld` takes."""
-    chosen = graph.instance[np.asarray(sandbox) & (graph.instance >= 0)]
-    counts = np.bincount(chosen, minlength=graph.instances)
-    members = {v: int(counts[g]) for g, v in boundary.vertex_of_instance.items()}
-    return members | dict.fromkeys(boundary.vertex_of_event.values(), 1)

@@ -6,11 +6,11 @@ input or the run is bad, 2 wrong usage, 130 interrupted, 143 and 129 told to sto
     app = new_app("What the command is for.")
 
     @app.command()
-    def info(path: Path, json: bool = False) -> None:
+    def info(path: Path) -> None:
         with progress("reading", total=path.stat().st_size, unit="bytes") as bar:
             ...
             bar.advance(n)
-        emit(summary, json=json)
+        print_json(summary)
 
     def main() -> NoReturn:
         run(app)
@@ -47,7 +47,6 @@ __all__ = [
     "Progress",
     "announce_output",
     "counted",
-    "emit",
     "new_app",
     "print_error",
     "print_json",
@@ -291,22 +290,14 @@ def announce_output(path: str | os.PathLike[str]) -> None:
     print(f"wrote {printable(os.fspath(path))} ({number}{size:,.{digits}f} {unit})")
 
 
-def warn_of_suffix(path: str | os.PathLike[str], suffix: str = ".parquet") -> None:
+def warn_of_suffix(path: str | os.PathLike[str]) -> None:
     """Say on stderr that folders will not show a file that is named otherwise."""
-    if not os.fspath(path).endswith(suffix):
+    if not os.fspath(path).endswith(".parquet"):
         print(
-            f"warning: {printable(os.fspath(path))} does not end in {suffix}: it can be opened by "
-            "name, but not as part of a folder",
+            f"warning: {printable(os.fspath(path))} does not end in .parquet: it can be opened "
+            "by name, but not as part of a folder",
             file=sys.stderr,
         )
-
-
-def emit(obj: object, *, json: bool) -> None:
-    """Print a result to stdout: as JSON when `json`, else as `str(obj)`."""
-    if json:
-        print_json(obj)
-    else:
-        print(obj)
 
 
 def print_json(obj: object) -> None:

@@ -308,13 +308,13 @@ def _difference(one: TraceHeader, other: TraceHeader) -> str:
 _SHORT = 40
 
 
-def scan_nodes(path: Path, *, exact: bool = True) -> pl.LazyFrame:
+def scan_nodes(path: Path) -> pl.LazyFrame:
     """The node table of one file, lazily, with the columns of `node_schema`; see `open_trace`.
 
     A file may hold only some columns (a merge writes the computed ones).  It lists the files
     with the others; these are joined side by side, row by row.
     """
-    return _scan(path, exact=exact)[0]
+    return _scan(path)[0]
 
 
 def _scan(path: Path, *, exact: bool = True) -> tuple[pl.LazyFrame, tuple[Part, ...]]:

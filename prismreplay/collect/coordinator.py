@@ -75,7 +75,6 @@ class Question:
     helpers: int
     request: Request | None = None
     store: tuple[str, tuple[Any, ...]] | None = None
-    polls: bool = False
     site: str = ""
 
 
@@ -205,7 +204,7 @@ class Coordinator:
         state = self._ranks[rank]
         request = state.requests.get(ticket)
         done = request is None or request.done
-        self._poll(Question(rank, number, helpers, request=request, polls=True), "polled", done)
+        self._poll(Question(rank, number, helpers, request=request), "polled", done)
 
     def ask_store(
         self,

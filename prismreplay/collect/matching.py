@@ -125,12 +125,6 @@ class Matcher:
         request.instance.requests[rank] = request
         return request
 
-    def open_instances(self) -> list[Instance]:
-        """Collectives that lack members, and receives that lack a sender."""
-        found = [one for group in self._collectives.values() for one in group.values()]
-        queues = [*self._receives.values(), *self._anyone.values()]
-        return found + [request.instance for queue in queues for request in queue]
-
     def unreceived(self) -> int:
         """Messages that were sent and not received."""
         return sum(map(len, self._sends.values()))

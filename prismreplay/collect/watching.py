@@ -65,7 +65,6 @@ class MemoryWatch:
     """
 
     peak_bytes: int = 0
-    ranks_at_peak: int = 0
     look: bool = True
     """Whether to look at all."""
     _next: float = 0.0
@@ -75,9 +74,7 @@ class MemoryWatch:
         if now < self._next or not self.look:
             return
         begun = time.perf_counter()
-        sizes = [_proportional_bytes(pid) for pid in pids]
-        if sum(sizes) > self.peak_bytes:
-            self.peak_bytes, self.ranks_at_peak = sum(sizes), len(sizes)
+        self.peak_bytes = max(self.peak_bytes, sum(map(_proportional_bytes, pids)))
         self._next = now + max(0.5, 50 * (time.perf_counter() - begun))
 
 

@@ -18,6 +18,7 @@ __all__ = ["Holder", "Lateness"]
 
 _PR_SET_TIMERSLACK = 29
 _LEAST_MARGIN_NS, _MOST_MARGIN_NS = 20_000, 2_000_000
+_KEPT_ERRORS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,9 @@ class Holder:
         self,
         clock: Callable[[], int] = time.monotonic_ns,
         sleep: Callable[[float], None] = time.sleep,
-        keep: int = 1_000_000,
     ) -> None:
         self._clock, self._sleep = clock, sleep
         self._margin_ns = 200_000
-        self._keep = keep
         self._errors = array("q")
         self._late_calls = self._called_late_ns = 0
         # Of the calling thread only; without it, wake-ups are later and margins longer.
@@ -69,7 +68,7 @@ class Holder:
         while now < deadline_ns:
             now = self._clock()
         late = now - deadline_ns
-        if len(self._errors) < self._keep:
+        if len(self._errors) < _KEPT_ERRORS:
             self._errors.append(late)
         return late
 

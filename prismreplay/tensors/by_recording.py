@@ -32,11 +32,11 @@ class RecordingSupplier:
     only operations of a sandbox were recorded, others are performed for real.
     """
 
-    def __init__(self, recorded: RecordedTensors, place: Place | None = None) -> None:
+    def __init__(self, recorded: RecordedTensors) -> None:
         self.recorded = recorded
         self.ahead: Prefetcher | None = None
         """Reads ahead, if somebody has it do so."""
-        self._place = place or Place()
+        self._place = Place()
         self._executor = Executor(self._place)
         self._scope = RecordingScope.of(recorded.manifest)
 

@@ -204,14 +204,11 @@ class TensorRecorder:
         """Note an operation of the key-value store that was done."""
         self._store_log.append(StoreEntry(rank, operation, arguments))
 
-    def close(
-        self, *, complete: bool = True, about: Mapping[str, Any] | None = None
-    ) -> RecordingSummary:
+    def close(self, *, complete: bool = True) -> RecordingSummary:
         """Finish the recording and put it in its place.
 
         Args:
             complete: False when the program did not run to its end.
-            about: what else is known of the job by now.
 
         Raises:
             OutputError: the disk is full, or something appeared at the folder's place.
@@ -219,7 +216,6 @@ class TensorRecorder:
         self._finish_part()
         if self._store_log:
             write_store_log(self._draft, self._store_log)
-        self._about.update(about or {})
         self._write_manifest(complete=complete)
         _require_free(self.folder)
         try:

@@ -18,7 +18,6 @@ from prismreplay.boundary import (
     VertexKind,
     VirtualWorld,
     compile_boundary,
-    members_by_vertex,
 )
 from prismreplay.errors import PlanError
 
@@ -94,6 +93,14 @@ def arrivals(graph: Graph, boundary: Boundary, mine: np.ndarray) -> list[tuple[i
         own = release if own is None else max(own, release)
         found.append((own, vertex, int(timing.ready_ns[row])))
     return sorted(found)
+
+
+def members_by_vertex(boundary: Boundary, graph: Graph, sandbox: np.ndarray) -> dict[int, int]:
+    """How many sandbox rows each vertex waits for."""
+    chosen = graph.instance[sandbox & (graph.instance >= 0)]
+    counts = np.bincount(chosen, minlength=graph.instances)
+    members = {v: int(counts[g]) for g, v in boundary.vertex_of_instance.items()}
+    return members | dict.fromkeys(boundary.vertex_of_event.values(), 1)
 
 
 def check(graph, ranks, sandbox: list[int], factors: list[float], **options) -> Boundary:

@@ -182,12 +182,6 @@ def test_print_json_refuses_what_is_not_json():
         console.print_json(object())
 
 
-def test_emit_prints_text_or_json(capsys):
-    console.emit("hello", json=False)
-    console.emit("hello", json=True)
-    assert capsys.readouterr().out == 'hello\n"hello"\n'
-
-
 def test_print_error_without_place_or_hint(capsys):
     console.print_error(InputFileError("empty"))
     assert capsys.readouterr().err == "error: empty\n"

@@ -44,8 +44,6 @@ class CommRecord:
     seq: int | None = None
     rank: int | None = None
     """Of a message the partner, else the caller, as rank within the group."""
-    has_data: bool = True
-    """It hands over tensors: not so a wait or a barrier."""
 
     @property
     def is_wait(self) -> bool:
@@ -189,7 +187,6 @@ def _record(node: _Node, attributes: dict[Any, Any], names: dict[int, str]) -> C
         pg_desc=_text(attributes.get("pg_desc")),
         seq=_number(seq[0] if isinstance(seq, list) and seq else seq),
         rank=_number(rank),
-        has_data=bool(first),
     )
 
 
