@@ -82,8 +82,7 @@ class Connection:
             self._requests += 1
             request = self._requests
             self._asking += 1
-            if self._memory is not None and (note := self._memory.note()):
-                self._send(note, None)
+            self._tell_memory()
             self._send((name, request, *fields, self._helpers()), None)
         try:
             return self._answer(request)
@@ -110,6 +109,15 @@ class Connection:
     def await_turn(self) -> None:
         """Wait until the coordinator lets this rank begin."""
         self._answer(0)
+
+    def tell_memory(self) -> None:
+        """Tell what the rank has on its GPU: of one that never had to ask, nobody knows otherwise."""
+        with self._sending:
+            self._tell_memory()
+
+    def _tell_memory(self) -> None:
+        if self._memory is not None and (note := self._memory.note()):
+            self._send(note, None)
 
     def _refuse_forks(self) -> None:
         """A forked process has this channel, too; two that use it would mix their answers up."""

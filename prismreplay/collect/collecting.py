@@ -5,14 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import resource
-import shutil
-import signal
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,13 +26,14 @@ from prismreplay.collect.programs import ProgramCall
 from prismreplay.collect.scheduling import at_home, count_switches, in_turn, thrifty
 from prismreplay.collect.scouting import scout
 from prismreplay.collect.serving import Service
+from prismreplay.collect.surroundings import limit_of_open_files, run_folder, uninterrupted
 from prismreplay.collect.swapping import load_checkpoints
-from prismreplay.errors import ProgramError, ReplayError
+from prismreplay.errors import ProgramError
 from prismreplay.tensors.choices import Recording, TensorChoices
 from prismreplay.tensors.folding import Folding, fold
 from prismreplay.tensors.recording import RecordingSummary
 from prismtrace.errors import PrismError
-from prismtrace.output import output_error, writable_target
+from prismtrace.output import writable_target
 from prismtrace.recorder import SpanWriter, assemble
 from prismtrace.schema import ProcessGroup, TraceHeader, TraceKind
 
@@ -45,13 +41,8 @@ __all__ = [
     "CollectOptions",
     "CollectReport",
     "collect",
-    "limit_of_open_files",
-    "run_folder",
-    "uninterrupted",
+    "usable_devices",
 ]
-
-_RESERVED_FILES = 64
-_FILES_PER_RANK = 4
 
 
 @dataclass(frozen=True)
@@ -221,7 +212,7 @@ def collect(
 
 
 def _require_communication(counts: Counts, program: ProgramCall, log_dir: Path) -> None:
-    if not counts.collectives + counts.messages + counts.supplied + counts.mirrored:
+    if not counts.communications + counts.mirrored:
         raise ProgramError(
             "the program ended without any communication between its ranks",
             where=program.path,
@@ -273,7 +264,7 @@ class _Run:
             stale.note_groups(self._folder, [one.pid for one in ranks])
         finally:
             self.coordinator = self._coordinator()
-            self.service = Service(self.coordinator, ranks, self._logs, self._ticker(progress))
+            self.service = Service(self.coordinator, ranks, self._logs, progress)
             self.service.watch_output(pipes)
             self._use_gpus(ranks)
             self._run_ranks(target, complete=len(ranks) == len(self._ranks))
@@ -378,17 +369,6 @@ class _Run:
             if kept is not None:
                 print(f"the tensors recorded so far are in {kept.folder}", file=sys.stderr)
 
-    def _ticker(self, progress: Callable[[int, str], None] | None) -> Callable[[int], None] | None:
-        if progress is None:
-            return None
-        counts = self.coordinator.counts
-
-        def tick(ended: int) -> None:
-            done = counts.collectives + counts.messages + counts.supplied
-            progress(ended, f"{done:,} communications")
-
-        return tick
-
     def _descriptors(self, ranks: list[RankProcess]) -> list[int]:
         ends = [number for one in ranks for number in (one.channel.fileno(), one.pidfd)]
         return [*ends, *self._logs.descriptors]
@@ -465,55 +445,6 @@ def _observe(folder: Path, options: CollectOptions, on_gpus: bool, rank: int) ->
         flush=writer.flush,
         step=lambda: recorder.position.step,
     )
-
-
-@contextlib.contextmanager
-def run_folder() -> Iterator[Path]:
-    """The folder of this run, named so that a later run can tell whether this one is alive."""
-    folder = Path(tempfile.gettempdir()) / stale.run_name()
-    try:
-        folder.mkdir(mode=0o700)
-    except OSError as error:
-        raise output_error(folder, error.errno or 0) from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def limit_of_open_files(world_size: int) -> Iterator[tuple[int, int]]:
-    """Allow this process the open files that `world_size` ranks take; yields the old limits.
-
-    Raises:
-        ReplayError: the machine does not allow so many.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES_PER_RANK * world_size + _RESERVED_FILES
-    if hard != resource.RLIM_INFINITY and wanted > hard:
-        raise ReplayError(
-            f"{world_size} ranks need {wanted} open files; the machine allows {hard}",
-            hint="raise the hard limit (ulimit -Hn), or collect a smaller job",
-        )
-    most = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    try:
-        yield soft, hard
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Keep Ctrl-C away while ranks are ended, which takes a second at most."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def usable_devices() -> int:

@@ -65,6 +65,11 @@ class Counts:
     mirrored: int = 0
     store: int = 0
 
+    @property
+    def communications(self) -> int:
+        """That were performed, or answered without partners."""
+        return self.collectives + self.messages + self.supplied
+
 
 @dataclass(slots=True, eq=False)
 class Question:

@@ -259,6 +259,7 @@ def _run(job: Job, connection: Connection, observed: Observed) -> int:
     if os.getpid() != rank_pid:
         pass  # A process that the program forked comes here, too; it has nothing to hand in.
     elif code == 0:
+        connection.tell_memory()
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  as the interpreter
         try:
             observed.finish()

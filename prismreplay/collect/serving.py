@@ -42,7 +42,7 @@ class Service:
         coordinator: knows what to do.
         ranks: their processes, which wait for their first turn.
         logs: their output.
-        on_tick: called about twice a second, with the number of ranks that have ended.
+        progress: told twice a second how many ranks have ended, and what else there is to say.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Service:
         coordinator: Coordinator,
         ranks: Sequence[RankProcess],
         logs: RankLogs,
-        on_tick: Callable[[int], None] | None = None,
+        progress: Callable[[int, str], None] | None = None,
     ) -> None:
         self.memory = MemoryWatch()
         self.largest_rank_bytes = 0
         self._coordinator = coordinator
         self._alive = {one.rank: one for one in ranks}
         self._logs = logs
-        self._on_tick = on_tick
+        self._progress = progress
         self._idle = IdleWatch()
         self._failures: dict[int, Message] = {}
         self._gpus: GpuTurns | None = None
@@ -262,8 +262,9 @@ class Service:
                 file=sys.stderr,
             )
         self.memory.sample([one.pid for one in self._alive.values()], now)
-        if self._on_tick is not None:
-            self._on_tick(len(self._coordinator.ended))
+        if self._progress is not None:
+            done = self._coordinator.counts.communications
+            self._progress(len(self._coordinator.ended), f"{done:,} communications")
 
     def _get_unstuck(self) -> None:
         """Nobody can go on: let a wait with a time limit fail, or say who waits for whom."""

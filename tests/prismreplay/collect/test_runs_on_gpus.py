@@ -16,7 +16,7 @@ import torch
 from prismreplay.collect import collecting
 from prismreplay.collect.collecting import CollectOptions, collect
 from prismreplay.collect.gpu_room import Room
-from prismreplay.collect.gpus import Gpu
+from prismreplay.collect.gpus import Gpu, ran_on_cpus
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.collect.rank_memory import RankMemory
 from prismreplay.errors import SwapError
@@ -120,6 +120,18 @@ def test_ranks_of_two_gpus_take_turns_on_each(run):
     assert report.gpu.gpus == 2
     assert report.gpu.moved_out >= 2
     assert report.most_running == 2
+
+
+def test_a_job_that_only_mirrors_is_one_of_gpus_too(run):
+    program = """
+        import torch
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(64))
+        """
+    report, _ = run(1, 64, ranks=2, program=program, mirror_above=16)
+    assert report.mirrored == 2
+    assert not ran_on_cpus(open_trace(report.output).header)
 
 
 def test_near_ranks_first_takes_few_moves(run):
