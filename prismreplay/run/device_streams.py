@@ -6,7 +6,7 @@ program's graph, and no mode that the program is in sees it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -42,6 +42,9 @@ class Streams(Protocol):
 
     def done(self, event: Event) -> bool:
         """Whether the device is past it."""
+
+    def lend(self, stream: StreamKey, tensors: Iterable[Tensor]) -> None:
+        """A stream uses tensors, also when the program gives them up: nobody gets them meanwhile."""
 
     def using(self, stream: StreamKey | None) -> Any:
         """A context in which work goes into a stream (None: the current one), unseen."""
@@ -112,6 +115,12 @@ class CudaStreams:
     def done(self, event: Event) -> bool:
         """See `Streams`."""
         return bool(event.query())
+
+    def lend(self, stream: StreamKey, tensors: Iterable[Tensor]) -> None:
+        """See `Streams`."""
+        there = self._stream(stream)
+        for tensor in tensors:
+            tensor.record_stream(there)
 
     @contextmanager
     def using(self, stream: StreamKey | None) -> Iterator[None]:

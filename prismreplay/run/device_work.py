@@ -24,11 +24,12 @@ __all__ = ["DeviceWork", "Launcher", "is_asynchronous"]
 Tensor = Any
 
 _NOTHING = nullcontext()
+_MESSAGES = (Call.SEND, Call.RECV)
 
 
 def is_asynchronous(op: Op, call: Callable[[], Any]) -> bool:
     """Whether the program goes on while it runs: messages always, else as its options say."""
-    if op.call in (Call.SEND, Call.RECV):
+    if op.call in _MESSAGES:
         return True
     for one in getattr(call, "args", ()):
         if not getattr(one, "asyncOp", True):
@@ -126,7 +127,8 @@ class Launcher:
 
     def launch(self, works: Sequence[DeviceWork]) -> None:
         """Start operations, as one."""
-        streams = self.streams
+        streams, shelf = self.streams, self._shelf(works[0].op)
+        shelf.issued()
         current = streams.current()
         if not any(work.asynchronous for work in works):
             with self._at_its_own_pace():
@@ -143,12 +145,14 @@ class Launcher:
         self._perform(works, stream)
         end = streams.new_event()
         streams.record(end, stream)
-        shelf = self._shelf(works[0].op)
         over = partial(streams.done, end)
         for work in works:
             work.end, work.stream = end, stream
             self._timeline.ends_in(work.token, stream)
-            work.kept = shelf.keep((work.inputs, work.outputs, work.scratch), over)
+            if work.op.call in _MESSAGES:
+                streams.lend(stream, (*work.inputs, *work.outputs))
+            else:
+                work.kept = shelf.keep((work.inputs, work.outputs, work.scratch), over)
             work.forget_tensors()
 
     def wait(self, work: DeviceWork) -> None:
@@ -176,8 +180,7 @@ class Launcher:
     def _shelf(self, op: Op) -> Shelf:
         shelf = self._shelves.get(op.group.key)
         if shelf is None:
-            shelf = self._shelves[op.group.key] = Shelf()
-        shelf.issued()
+            shelf = self._shelves[op.group.key] = Shelf(looks=True)
         return shelf
 
     def _event(self) -> Any:

@@ -41,7 +41,7 @@ from prismreplay.runtime.exits import before_exit
 from prismreplay.runtime.graph_recorder import GraphRecorder
 from prismreplay.runtime.operations import Call, Group, Op
 from prismreplay.runtime.process_group import living
-from prismreplay.runtime.shelves import Kept, Shelf
+from prismreplay.runtime.shelves import Kept, Shelf, found_by_backend
 from prismreplay.runtime.works import RealBatch
 from prismtrace.recorder import SpanWriter
 from prismtrace.spool import SPOOL_SUFFIX
@@ -56,6 +56,7 @@ SPOOLS_VARIABLE = "PRISMREPLAY_SPOOLS"
 """Folder that the ranks write their spools into."""
 
 _now = time.perf_counter_ns
+_MESSAGES = (Call.SEND, Call.RECV)
 
 
 def start(rank: int, world_size: int) -> tuple[RecordRole, GraphRecorder]:
@@ -95,7 +96,6 @@ class RecordRole:
         self._recorder = recorder
         self._timeline = timeline
         self._running: set[int] = set()
-        self._batches: dict[int, list[int]] = {}
         self._shelves: dict[str, Shelf] = {}
 
     def join(self, group: Group) -> None:
@@ -119,42 +119,57 @@ class RecordRole:
         token, begin = self._recorder.latest
         work = call()
         done = _Recorded(self._recorder, token, begin, op, work, self._running)
-        if self._timeline is not None and _on_device(op, inputs, outputs):
+        timeline = self._timeline
+        if timeline is not None and _on_device(op, inputs, outputs):
             done.on_device = True
-            # Whoever waits for a barrier blocks.
-            if op.call is not Call.BARRIER and work is not None:
-                done.kept = self._keep(op, work, (inputs, outputs))
-                self._follow(self._timeline, op, token, work, (inputs or outputs)[0].device.index)
+            if timeline.ready():
+                self._put_beside(timeline, done, (inputs, outputs))
         elif _is_asynchronous(op, call):
             done.watch()
         return done
 
-    def _keep(self, op: Op, work: Any, tensors: Any) -> Kept:
-        """Hold tensors of what runs beside the program for as long as the backend would."""
+    def _put_beside(self, timeline: Timeline, done: _Recorded, tensors: Any) -> None:
+        """See the end of what runs beside the program, and keep its tensors as the backend would."""
+        op, work = done.op, done.work
+        queue: tuple[str, frozenset[int | None] | None] = (op.group.key, None)
         shelf = self._shelves.get(op.group.key)
         if shelf is None:
-            shelf = self._shelves[op.group.key] = Shelf(self._may_ask)
-        shelf.issued()
-        return shelf.keep(tensors, work.is_completed)
-
-    def _may_ask(self) -> bool:
-        return self._timeline is not None and self._timeline.ready()
-
-    def _follow(self, timeline: Timeline, op: Op, token: int, work: Any, device: int) -> None:
-        """See to it that the end is seen where the program does not wait at once."""
-        if isinstance(work, RealBatch):
-            those = self._batches.setdefault(id(work), [])
-            if not those:
-
-                def launched(handle: Any) -> None:
-                    launch = self._batches.pop(id(work))
-                    timeline.follow_all(launch, handle, (op.group.key, None), device)
-
-                work.when_launched.append(launched)
-            those.append(token)
+            shelf = self._shelves[op.group.key] = Shelf()
+        if type(work) is RealBatch:
+            self._put_batch(timeline, shelf, done, tensors)
             return
-        peers = None if op.peer is None else frozenset((op.peer, op.group.global_rank))
-        timeline.follow(token, work, (op.group.key, peers), device)
+        shelf.issued()
+        # Whoever waits for a barrier blocks.
+        if work is None or op.call is Call.BARRIER:
+            return
+        inputs, outputs = tensors
+        device = (inputs or outputs)[0].device.index
+        if op.call in _MESSAGES:
+            queue = op.group.key, frozenset((op.peer, op.group.global_rank))
+        else:
+            done.kept = shelf.keep(tensors, found_by_backend(work))
+        timeline.follow(done.token, work, queue, device)
+
+    def _put_batch(self, timeline: Timeline, shelf: Shelf, done: _Recorded, tensors: Any) -> None:
+        """As `_put_beside`, for one of several operations that will be launched as one."""
+        group, batch = done.op.group, done.work
+        batch.members.append((done, tensors))
+        if len(batch.members) > 1:
+            return
+        inputs, outputs = tensors
+        device = (inputs or outputs)[0].device.index
+
+        def launched(handle: Any) -> None:
+            shelf.issued()
+            found = None if handle is None else found_by_backend(handle)
+            for one, its_tensors in batch.members:
+                if found is not None and one.op.call not in _MESSAGES:
+                    one.kept = shelf.keep(its_tensors, found)
+            tokens = [one.token for one, _ in batch.members]
+            timeline.follow_all(tokens, handle, (group.key, None), device)
+            batch.members.clear()
+
+        batch.when_launched.append(launched)
 
     def make_store(self, namespace: str) -> NoReturn:
         """Torch keeps its own stores."""
@@ -172,7 +187,7 @@ def _on_device(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> b
 
 def _is_asynchronous(op: Op, call: Callable[[], Any]) -> bool:
     """Whether the program goes on while it runs, and the backend can tell when it is complete."""
-    if op.call in (Call.SEND, Call.RECV):
+    if op.call in _MESSAGES:
         return False
     arguments: Sequence[Any] = getattr(call, "args", ())
     return bool(arguments) and bool(getattr(arguments[-1], "asyncOp", True))
@@ -182,8 +197,8 @@ class _Recorded:
     """An operation that the backend performs; see `prismreplay.runtime.roles.Pending`."""
 
     __slots__ = (
-        "_begin", "_ended", "_op", "_recorder", "_running", "_token", "_work", "kept", "on_device",
-        "source",
+        "_begin", "_ended", "_recorder", "_running", "kept", "on_device", "op", "source", "token",
+        "work",
     )  # fmt: skip
 
     def __init__(
@@ -197,10 +212,10 @@ class _Recorded:
     ) -> None:
         self.source: int | None = None
         self._recorder = recorder
-        self._token = token
+        self.token = token
         self._begin = begin
-        self._op = op
-        self._work = work
+        self.op = op
+        self.work = work
         self._running = running
         self._ended = False
         self.on_device = False
@@ -211,15 +226,15 @@ class _Recorded:
         """Have the backend's thread say when it is complete."""
         # Some of gloo's have no future, such as coalesced reduce-scatters: then the wait tells.
         with contextlib.suppress(RuntimeError):
-            future = self._work.get_future()
-            self._running.add(self._token)
+            future = self.work.get_future()
+            self._running.add(self.token)
             future.add_done_callback(self._end)
 
     def _end(self, _future: Any = None) -> None:
         if not self._ended:
             self._ended = True
-            self._running.discard(self._token)
-            self._recorder.completed(self._token, self._begin, _now())
+            self._running.discard(self.token)
+            self._recorder.completed(self.token, self._begin, _now())
 
     def release(self) -> None:
         """The program itself waits: the backend needs its tensors no more."""
@@ -234,15 +249,15 @@ class _Recorded:
 
     def wait_by_future(self) -> None:
         """As `wait`; the backend goes on keeping what it keeps."""
-        if self._work is None:
+        if self.work is None:
             return  # on the program's own stream
-        self._work.wait()
+        self.work.wait()
         if self.on_device:
             return
         self._end()
-        if self._op.peer is None and self._op.call is Call.RECV:
-            self.source = self._op.group.ranks[self._work._source_rank()]  # noqa: SLF001
+        if self.op.peer is None and self.op.call is Call.RECV:
+            self.source = self.op.group.ranks[self.work._source_rank()]  # noqa: SLF001
 
     def done(self) -> bool:
         """True once `wait` would not block."""
-        return self._work is None or bool(self._work.is_completed())
+        return self.work is None or bool(self.work.is_completed())

@@ -206,6 +206,8 @@ class RealBatch:
         self.work: Any = None
         self.when_launched: list[Callable[[Any], None]] = []
         """Called with the work, once it is there."""
+        self.members: list[Any] = []
+        """What the role needs of its operations until then."""
 
     def launched(self, work: Any) -> None:
         """The backend has launched the batch; None if it is over for the program."""

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 import prismtrace as pt
-from prismreplay.runtime import device_time, recording, shelves
+from prismreplay.runtime import device_time, recording
 from prismreplay.runtime.device_time import Timeline
 from prismreplay.runtime.graph_recorder import GraphRecorder
 from prismreplay.runtime.operations import Call, Group, Op, TensorSpec
@@ -245,9 +245,7 @@ def test_a_batch_is_followed_once_it_is_launched(rank):
     )
 
 
-def test_tensors_stay_until_the_program_itself_waits(rank, monkeypatch):
-    now = SimpleNamespace(ns=1)
-    monkeypatch.setattr(recording, "Shelf", lambda may_ask: shelves.Shelf(may_ask, lambda: now.ns))
+def test_tensors_stay_until_the_program_itself_waits(rank):
     pairs = [rank.reduce_beside(MS) for _ in range(3)]
     (_, by_future), (_, by_program), (_, never) = pairs
     by_future.wait_by_future()
@@ -255,13 +253,41 @@ def test_tensors_stay_until_the_program_itself_waits(rank, monkeypatch):
     assert by_program.kept is None
     assert [pending.kept.tensors is None for pending in (by_future, never)] == [False, False]
     rank.devices.pass_time(10 * MS)
-    now.ns += shelves.LOOK_EVERY_NS
-    rank.reduce_beside(MS)
+    rank.issue(lambda _options: None, asynchronous=False)
     assert [pending.kept.tensors is None for pending in (by_future, never)] == [True, True]
     late = rank.reduce_beside(MS)[1]
     late.wait_by_future()
     late.release()
     assert late.kept is None
+
+
+def test_of_messages_the_backend_keeps_nothing(rank):
+    work = DeviceWork(rank.devices, rank.devices.communicate(MS))
+    _, pending = rank.issue(lambda _options: work, call=Call.SEND)
+    assert pending.kept is None
+    assert len(work.waited_on) == 1
+
+
+def test_tensors_of_a_batch_stay_from_its_launch_on(rank):
+    joint = RealBatch()
+    pairs = [rank.issue(lambda _options: joint, batch=7) for _ in range(2)]
+    joint.launched(DeviceWork(rank.devices, rank.devices.communicate(2 * MS)))
+    kept = [pending.kept for _, pending in pairs]
+    assert all(one.tensors for one in kept)
+    pairs[0][1].wait()
+    assert [one.tensors is None for one in kept] == [True, False]
+    rank.devices.pass_time(10 * MS)
+    rank.reduce_beside(MS)
+    assert kept[1].tensors is None
+
+
+def test_nothing_is_kept_while_a_graph_is_captured(rank):
+    _, before = rank.reduce_beside(MS)
+    rank.devices.pass_time(10 * MS)
+    rank.devices.is_ready = False
+    assert rank.reduce_beside(MS)[1].kept is None
+    assert before.kept.tensors is not None
+    rank.devices.is_ready = True
 
 
 def test_waits_with_nothing_in_between_are_one_place(rank):
