@@ -49,7 +49,9 @@ def _gpu_count() -> int:
     if program is None:
         return 0
     listing = subprocess.run([program, "-L"], capture_output=True, text=True, check=False)
-    return listing.stdout.count("UUID")
+    there = listing.stdout.count("UUID")
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return there if shown is None else min(there, len(shown.split(",")) if shown else 0)
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,9 @@ def emulate(
     record_below: int | None = None,
     limit_s: float = 150,
     more: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Run `prismreplay emulate`; reports of its stages, by name, and wall time of each.
+    """Run `prismreplay emulate` on one GPU; reports of its stages, by name, and wall time of each.
 
     Args:
         folder: for its files.
@@ -71,6 +72,7 @@ def emulate(
             has it.
         limit_s: then it is ended.
         more: further options of the command.
+        environment: in place of this process's.
 
     Raises:
         RuntimeError: it failed; with all that it printed, and the ends of ranks' logs.
@@ -80,14 +82,23 @@ def emulate(
     results = folder / "results"
     command = [
         *(sys.executable, "-m", "prismreplay.cli", "emulate", "--world-size", str(ranks)),
-        *("--sandbox", str(sandbox), "-o", str(folder / "emulation"), "--json", *more),
+        *(
+            "--devices",
+            "1",
+            "--sandbox",
+            str(sandbox),
+            "-o",
+            str(folder / "emulation"),
+            "--json",
+            *more,
+        ),
         *(() if record_below is None else ("--record-below", str(record_below))),
         *("--", *words, "--results", str(results)),
     ]
     # A process group of its own: stages have processes that must not outlive it.
     child = subprocess.Popen(
         command,
-        env=with_paths(os.environ, REPO),
+        env=with_paths(os.environ if environment is None else environment, REPO),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

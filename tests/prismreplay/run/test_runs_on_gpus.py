@@ -1,8 +1,13 @@
-"""Jobs emulated on a GPU: losses, memory and times of a rank, beside those of the true job."""
+"""Jobs emulated on a GPU: losses, memory and times of a rank, beside those of the true job.
+
+What needs torch to start is started at once, for all jobs: emulations on the first GPU, true jobs on the last.
+"""
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -10,17 +15,24 @@ pytest.importorskip("torch")
 
 from benchmarks.gpu.emulate_cuda import EVERYTHING, device_of, emulate
 from benchmarks.gpu.plain_run import plain_run
+from prismreplay.collect.gpus import Nvml, find_gpus
 
 pytestmark = pytest.mark.gpu
 
-GPT = ("--layers", "4", "--hidden", "128", "--heads", "4", "--length", "64", "--steps", "4")
+STEPS = 3
+GPT = (
+    *("--layers", "2", "--hidden", "128", "--heads", "4", "--length", "64"),
+    *("--steps", str(STEPS)),
+)
 MIRRORED = "mirrored"
 JOBS = {
     "ddp-tp": (4, "train_gpt.py", *GPT, "--tp", "2"),
-    "fsdp": (4, "train_gpt.py", *GPT, "--fsdp", "4"),
+    "fsdp": (2, "train_gpt.py", *GPT, "--fsdp", "2"),
     "pp": (4, "train_gpt.py", *GPT, "--pp", "2"),
-    "moe": (4, "train_moe.py", "--hidden", "128", "--steps", "4"),
+    "moe": (2, "train_moe.py", "--hidden", "128", "--steps", str(STEPS)),
 }
+WITH_PAUSES = Path(__file__).with_name("programs") / "with_pauses.py"
+LIMIT_S = 90
 
 
 @pytest.fixture(scope="module")
@@ -28,32 +40,39 @@ def runs(request, repo, tmp_path_factory):
     """All jobs that are asked for, side by side: times are not looked at."""
     here = [one for one in request.session.items if one.path == request.path]
     wanted = {one.callspec.params["job"] for one in here if hasattr(one, "callspec")}
-    with ThreadPoolExecutor(len(JOBS) + 1) as threads:
-        begun = {
-            name: threads.submit(_run, JOBS[name], repo, tmp_path_factory.mktemp(name))
-            for name in JOBS
-            if name in wanted
-        }
+    gpus = [gpu.token for gpu in find_gpus(Nvml.load())]
+    first, last = ({**os.environ, "CUDA_VISIBLE_DEVICES": gpus[at]} for at in (0, -1))
+    with ThreadPoolExecutor(2 * len(JOBS) + 1) as threads:
+        begun = {}
+        for name, (ranks, script, *arguments) in JOBS.items():
+            if name not in wanted:
+                continue
+            words = [str(WITH_PAUSES), str(repo / "examples" / script), *arguments]
+            folder = tmp_path_factory.mktemp(name)
+            begun[name] = (
+                threads.submit(
+                    emulate, folder, words, ranks,
+                    record_below=EVERYTHING, limit_s=LIMIT_S, environment=first,
+                ),
+                threads.submit(
+                    plain_run, words, ranks, folder / "plain", limit_s=LIMIT_S, environment=last
+                ),
+            )  # fmt: skip
         if any(MIRRORED in one.fixturenames for one in here):
             words = [str(repo / "examples/train_gpt.py"), *GPT, "--tp", "2"]
-            mirror, folder = ("--tensors", "builtin:mirror"), tmp_path_factory.mktemp(MIRRORED)
-            begun[MIRRORED] = threads.submit(emulate, folder, words, 4, limit_s=140, more=mirror)
+            begun[MIRRORED] = threads.submit(
+                emulate, tmp_path_factory.mktemp(MIRRORED), words, 2,
+                limit_s=LIMIT_S, more=("--tensors", "builtin:mirror"), environment=first,
+            )  # fmt: skip
         yield begun
-
-
-def _run(job, repo, folder):
-    ranks, script, *arguments = job
-    words = [str(repo / "examples" / script), *arguments]
-    found = emulate(folder, words, ranks, record_below=EVERYTHING, limit_s=140)
-    plain = plain_run(words, ranks, folder / "plain", limit_s=100)
-    assert plain.failed is None, plain.failed
-    return found, plain
 
 
 @pytest.fixture(params=JOBS)
 def job(request, runs):
     """A job with all its communications recorded, emulated, and run with all ranks truly there."""
-    return runs[request.param].result()
+    found, plain = (one.result() for one in runs[request.param])
+    assert plain.failed is None, plain.failed
+    return found, plain
 
 
 def test_losses_are_the_job_s(job):
@@ -96,4 +115,4 @@ def test_virtual_ranks_may_mirror_the_rank(mirrored):
     device = device_of(mirrored)["device"]
     assert device["fetched"] == 0
     assert device["outside_bytes"] == 0
-    assert len(mirrored["losses"]) == 4
+    assert len(mirrored["losses"]) == STEPS
