@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from prismreplay.collect.gpu_turns import GpuReport
     from prismreplay.tensors.choices import TensorChoices
 
-__all__ = ["LateBar", "collect"]
+__all__ = ["collect"]
 
 
 def collect(
@@ -141,7 +140,7 @@ def collect(
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     from prismreplay.collect.collecting import CollectOptions, usable_devices
     from prismreplay.collect.collecting import collect as run
-    from prismreplay.errors import DeadlockError, RankFailedError
+    from prismreplay.late_bar import LateBar
 
     options = CollectOptions(
         world_size=world_size,
@@ -157,46 +156,12 @@ def collect(
         host_bytes=_bytes("--host-memory", host_memory),
         tensors=choices,
     )
-    bar = LateBar(world_size)
-    try:
+    with LateBar(world_size, "collecting") as bar:
         report = run(call, output, options, progress=bar.show)
-    except (DeadlockError, RankFailedError) as error:
-        bar.close()
-        if error.report:
-            print(error.report.rstrip(), file=sys.stderr)
-        raise
-    finally:
-        bar.close()
     if json:
         console.print_json(report)
     else:
         _print(report)
-
-
-class LateBar:
-    """A progress bar that is drawn only once ranks run: its thread must not be forked."""
-
-    def __init__(self, total: int, doing: str = "collecting") -> None:
-        self._total = total
-        self._doing = doing
-        self._ended = 0
-        self._context: Any = None
-        self._bar: Any = None
-
-    def show(self, ended: int, text: str) -> None:
-        """So many ranks have ended, and what else there is to say."""
-        if self._context is None:
-            self._context = console.progress(self._doing, self._total)
-            self._bar = self._context.__enter__()
-        self._bar.describe(f"{self._doing}: {text}; ranks ended")
-        self._bar.advance(ended - self._ended)
-        self._ended = ended
-
-    def close(self) -> None:
-        """Take it away."""
-        if self._context is not None:
-            self._context.__exit__(None, None, None)
-            self._context = None
 
 
 def _check_options(world_size: int, local_world_size: int | None, shm_dir: Path | None) -> None:

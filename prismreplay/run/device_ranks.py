@@ -41,7 +41,7 @@ from prismreplay.runtime.recording import _on_device
 from prismtrace.recorder import SpanWriter
 
 if TYPE_CHECKING:
-    from prismreplay.run.running import RunOptions
+    from prismreplay.run.options import RunOptions
 
 __all__ = ["DeviceMemory", "Orders", "is_on_device", "observe_device_rank", "write_orders"]
 
@@ -151,7 +151,7 @@ def observe_device_rank(
     ledger: Ledger,
     rank: int,
 ) -> Observed:
-    """As `prismreplay.run.running.observe_rank`, for a rank that has a GPU; called in the rank.
+    """As `prismreplay.run.ranks.observe_rank`, for a rank that has a GPU; called in the rank.
 
     Args:
         folder: of the run.

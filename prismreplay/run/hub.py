@@ -60,7 +60,7 @@ class Hub(Service):
         ranks: their processes, which wait for their first turn.
         logs: their output.
         ledger: what they share.
-        on_tick: as in `Service`.
+        progress: as in `Service`.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Hub(Service):
         ranks: Sequence[RankProcess],
         logs: RankLogs,
         ledger: Ledger,
-        on_tick: Callable[[int], None] | None = None,
+        progress: Callable[[int, str], None] | None = None,
     ) -> None:
-        super().__init__(coordinator, ranks, logs, on_tick)
+        super().__init__(coordinator, ranks, logs, progress)
         self.marks: list[StepMark] = []
         self.summaries: dict[int, RankSummary] = {}
         self.moved: list[MovedSummary] = []

@@ -8,16 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from prismreplay.collect import stale
-from prismreplay.collect.collecting import limit_of_open_files, run_folder, uninterrupted
 from prismreplay.collect.handover import Place
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.messages import Channel
 from prismreplay.collect.pool import Job, RankProcess, preload, start_rank
 from prismreplay.collect.programs import ProgramCall
+from prismreplay.collect.surroundings import limit_of_open_files, run_folder, uninterrupted
 from prismreplay.run.hub import serve_store
 from prismreplay.run.ledger import Ledger
+from prismreplay.run.options import RunOptions
+from prismreplay.run.ranks import observe_rank
 from prismreplay.run.relaying import ClockOffset, relay_ranks
-from prismreplay.run.running import RunOptions, observe_rank
 
 __all__ = ["run_elsewhere"]
 

@@ -6,27 +6,25 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from prismreplay.collect import stale
-from prismreplay.collect.collecting import limit_of_open_files, run_folder, uninterrupted
 from prismreplay.collect.executor import Executor
 from prismreplay.collect.gpu_room import visible_gpus
 from prismreplay.collect.gpus import DEVICES, ran_on_cpus, require_cuda_asleep
 from prismreplay.collect.handover import Files, Parcel, Place
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.messages import Channel
-from prismreplay.collect.pool import Job, Observed, RankProcess, preload, start_rank
+from prismreplay.collect.pool import Job, RankProcess, preload, start_rank
 from prismreplay.collect.programs import ProgramCall
+from prismreplay.collect.surroundings import limit_of_open_files, run_folder, uninterrupted
 from prismreplay.errors import PlanError
 from prismreplay.plan import Plan, PlannedWorld
 from prismreplay.run.assistants import Assistant, Assistants, participant, start_assistant
 from prismreplay.run.checking import require_equal
-from prismreplay.run.clock import RunClock
 from prismreplay.run.contention import ProcessorCosts
 from prismreplay.run.following import GraphFollower, Placed, followers_of
 from prismreplay.run.hosts import WAIT_SECONDS
@@ -34,83 +32,25 @@ from prismreplay.run.hub import Hub, serve_store
 from prismreplay.run.hybrid import HybridCoordinator, World
 from prismreplay.run.ledger import Ledger
 from prismreplay.run.marks import DeviceSummary, RankSummary, StepMark
-from prismreplay.run.observing import mark_steps, observed
+from prismreplay.run.options import RunOptions, Timing
+from prismreplay.run.ranks import observe_rank
 from prismreplay.run.relaying import Proxies
 from prismreplay.run.small_groups import MovedSummary
-from prismreplay.run.spinning import Spin, Spinner
-from prismreplay.run.timekeeping import Entry, Timekeeper
+from prismreplay.run.timekeeping import Timekeeper
 from prismreplay.run.virtual_members import VirtualMembers
 from prismreplay.runtime.operations import Op
-from prismreplay.tensors.choices import TensorChoices
 from prismreplay.tensors.prefetching import PrefetchReport
-from prismreplay.tensors.recorded import RecordedTensors
 from prismreplay.tensors.store_log import StoreReplay, read_store_log
 from prismtrace.output import writable_target
 from prismtrace.ranks import format_ranks
-from prismtrace.recorder import AssembleReport, SpanWriter, assemble
-from prismtrace.schema import SliceInfo, TraceHeader, TraceKind
+from prismtrace.recorder import AssembleReport, assemble
+from prismtrace.schema import TraceHeader, TraceKind
 from prismtrace.trace import Trace
 
-__all__ = ["RunOptions", "RunOutcome", "Timing", "observe_rank", "run_sandbox"]
+__all__ = ["RunOutcome", "run_sandbox"]
 
 _MOST_THREADS = 4
 """That reduce beside each other; memory is not faster for more."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """When virtual ranks arrive.
-
-    Attributes:
-        plan: what says it; None: they are always there.
-        transfer_ns: of an operation that goes through the hub, where the plan or, without one,
-            nothing at all shall not say it.
-    """
-
-    plan: Plan | None = None
-    transfer_ns: Callable[[Entry], int] | None = None
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """How to run.
-
-    Attributes:
-        sandbox: ranks that execute.
-        tensors: what virtual ranks contribute.
-        local_world_size: ranks of one host, as the program sees it; None: all.
-        log_dir: where the output of ranks goes; None: beside the result.
-        shown: ranks whose output is passed on.
-        quiet_stdout: pass output on to stderr only.
-        shm_dir: folder for the tensors that ranks hand over; None: memory.
-        check: compare all inputs of sandbox ranks with this recording; not for timing.
-        slice: which slice this is; None: a run.
-        real_groups: have torch's backend perform what sandbox ranks do among themselves.
-        assistants: processes that play virtual ranks in real groups with sandbox ranks
-            (`prismreplay.run.reduced`); 0: the hub does all that concerns virtual ranks.
-        prefetch_bytes: of recorded tensors that are read ahead of their use.
-        comm_table: what communication with virtual ranks takes of the ranks' processors; None:
-            nothing.
-        spins: named pieces of sandbox ranks' programs that count as faster or slower.
-        gpus: that sandbox ranks compute on, as CUDA_VISIBLE_DEVICES names them, one each; empty:
-            none; None: those that this process sees.
-    """
-
-    sandbox: tuple[int, ...]
-    tensors: TensorChoices = field(default_factory=TensorChoices)
-    local_world_size: int | None = None
-    log_dir: Path | None = None
-    shown: Collection[int] | None = None
-    quiet_stdout: bool = False
-    shm_dir: Path | None = None
-    check: RecordedTensors | None = None
-    slice: SliceInfo | None = None
-    real_groups: bool = True
-    spins: tuple[Spin, ...] = ()
-    prefetch_bytes: int = 1 << 30
-    assistants: int = 0
-    comm_table: Path | None = None
-    gpus: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -307,9 +247,7 @@ class _Run:
             place = self._job.place
             executor = Executor(place, files=Files(place), threads=self._spare_cores())
             self.coordinator = HybridCoordinator(sandbox, self._job.world_size, executor)
-            self.hub = Hub(
-                self.coordinator, ranks, self._logs, self._ledger, self._ticker(progress)
-            )
+            self.hub = Hub(self.coordinator, ranks, self._logs, self._ledger, progress)
             self.hub.watch_output(pipes)
             checks = self._options.check is not None
             helpers = Assistants(assistants, sandbox, self._ledger, place if checks else None)
@@ -416,17 +354,6 @@ class _Run:
             return
         require_equal(recorded, rank, replace(op, seq=placed.data_seq), inputs)
 
-    def _ticker(self, progress: Callable[[int, str], None] | None) -> Callable[[int], None] | None:
-        if progress is None:
-            return None
-        counts = self.coordinator.counts
-
-        def tick(ended: int) -> None:
-            done = counts.collectives + counts.messages + counts.supplied
-            progress(ended, f"{done:,} communications")
-
-        return tick
-
     def _descriptors(self, started: Sequence[RankProcess | Assistant]) -> list[int]:
         ends = [number for one in started for number in (one.channel.fileno(), one.pidfd)]
         return [*ends, *self._logs.descriptors, *self.proxies.descriptors]
@@ -481,48 +408,3 @@ def _switching_often() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(interval)
-
-
-# --- in a rank -----------------------------------------------------------------------------
-
-
-def observe_rank(
-    folder: Path, options: RunOptions, world_size: int, ledger: Ledger, rank: int
-) -> Observed:
-    """What turns a rank's communications into its trace, and its role; called in the rank.
-
-    `options.sandbox` are the sandbox ranks of this host: only those communicate for real.
-    """
-    if options.gpus:
-        from prismreplay.run.device_ranks import observe_device_rank
-
-        return observe_device_rank(folder, options, world_size, ledger, rank)
-    from prismreplay.run.holding import Holder
-    from prismreplay.run.role import SandboxRole
-    from prismreplay.runtime.annotations import make_recorder
-
-    options.tensors.prepare_rank()
-    clock = RunClock(ledger.machine)
-    Holder(clock.machine).hold_until(ledger.origin_ns)
-    writer = SpanWriter(folder / f"rank{rank}.spool", rank=rank, world_size=world_size)
-    recorder = make_recorder(writer, clock=clock.now)
-    spinner = Spinner(options.spins, recorder.position, clock)
-
-    def make_role(connection: Any, place: Place) -> SandboxRole:
-        role = SandboxRole(
-            connection,
-            place,
-            rank=rank,
-            sandbox=options.sandbox,
-            clock=clock,
-            ledger=ledger,
-            recorder=recorder,
-            real_groups=options.real_groups and options.check is None,
-            assistants=options.assistants,
-            check=options.check is not None,
-            contends=options.comm_table is not None,
-        )
-        mark_steps(rank, recorder, clock, connection)
-        return role
-
-    return observed(recorder, writer, spinner, make_role)

@@ -26,7 +26,8 @@ from prismtrace.schema import LOCAL_KINDS, P2P_KINDS, SliceInfo, TransferSource
 from prismtrace.trace import Trace, node_schema, open_trace, write_nodes
 
 if TYPE_CHECKING:
-    from prismreplay.run.running import RunOutcome, Timing
+    from prismreplay.run.options import Timing
+    from prismreplay.run.running import RunOutcome
 
 __all__ = ["perform", "prepare"]
 
@@ -44,7 +45,8 @@ def perform(task: SliceTask) -> SliceOutcome:
 
     Call it in a process without other threads.
     """
-    from prismreplay.run.running import RunOptions, run_sandbox
+    from prismreplay.run.options import RunOptions
+    from prismreplay.run.running import run_sandbox
 
     _stay_on(task.cores)  # and so will the ranks
     execution = task.execution
@@ -82,7 +84,7 @@ def perform(task: SliceTask) -> SliceOutcome:
 
 
 def _timing(task: SliceTask, graph: Trace) -> Callable[[], Timing]:
-    from prismreplay.run.running import Timing
+    from prismreplay.run.options import Timing
 
     def timing() -> Timing:
         if task.timing_true:

@@ -117,7 +117,8 @@ def perform(case: Case) -> dict[int, Any]:
     """Run the sandbox of a case; what its ranks left."""
     from prismreplay.collect.programs import program_of
     from prismreplay.plan import compile_plan
-    from prismreplay.run.running import RunOptions, Timing, run_sandbox
+    from prismreplay.run.options import RunOptions, Timing
+    from prismreplay.run.running import run_sandbox
     from prismreplay.tensors.choices import read_choices
 
     graph = open_trace(case.graph)

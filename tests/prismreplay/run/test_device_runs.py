@@ -18,8 +18,9 @@ from prismreplay.collect.programs import ProgramCall
 from prismreplay.errors import PlanError, RankFailedError
 from prismreplay.plan import compile_plan
 from prismreplay.run import device_ranks, device_role, running
+from prismreplay.run.options import RunOptions, Timing
 from prismreplay.run.results import report_of
-from prismreplay.run.running import RunOptions, Timing, run_sandbox
+from prismreplay.run.running import run_sandbox
 from prismreplay.slicing import running as slicing_running
 from prismreplay.slicing.progress import Execution
 from prismreplay.slicing.task import SliceTask
