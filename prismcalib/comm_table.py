@@ -31,14 +31,15 @@ import polars as pl
 
 from prismcalib.comm_logs import SCHEMA, Assumed, Reading, read_comm_log
 from prismcalib.errors import CommLogError
-from prismtrace.errors import InputFileError
 from prismtrace.output import atomic_output
+from prismtrace.reading import read_table
 from prismtrace.schema import Kind
 
 __all__ = ["CommTable", "Estimate", "Operation", "read_comm_logs"]
 
 _METADATA_KEY = "prismcalib_comm_table"
 _VERSION = 2
+_MAKE_ONE = "make the table from logs with `prismcalib comm-table LOGS... -o table.parquet`"
 _COLUMNS = {
     **{name: SCHEMA[name] for name in ("kind", "dtype", "ranks", "hosts", "bytes")},
     "time_ns": pl.Int64,
@@ -178,24 +179,15 @@ class CommTable:
         """Read a table that `write` wrote.
 
         Raises:
-            InputFileError: no such file, or it is not Parquet.
+            InputFileError: no such file, damaged, or it is not Parquet.
             CommLogError: it is no table of communication times.
         """
-        try:
-            metadata = pl.read_parquet_metadata(Path(path))
-            times = pl.read_parquet(Path(path), glob=False)
-        except (OSError, pl.exceptions.PolarsError) as error:
-            raise InputFileError(
-                "no such file, or not Parquet",
-                where=str(path),
-                hint="make the table from logs with `prismcalib comm-table LOGS... -o table.parquet`",
-            ) from error
-        note = json.loads(metadata.get(_METADATA_KEY, "{}"))
-        if note.get("version") != _VERSION or dict(times.schema) != _COLUMNS:
+        note, times = read_table(Path(path), _METADATA_KEY, hint=_MAKE_ONE)
+        if note is None or note.get("version") != _VERSION or dict(times.schema) != _COLUMNS:
             raise CommLogError(
                 "not a table of communication times, or one of another version",
                 where=str(path),
-                hint="make it anew with `prismcalib comm-table LOGS... -o table.parquet`",
+                hint=_MAKE_ONE,
             )
         return cls(times, tuple(note["sources"]), note["skipped"])
 

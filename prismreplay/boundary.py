@@ -281,7 +281,11 @@ class VirtualWorld:
         place = (vertex, round)
         absent = self._absent.get(place, self.sandbox_members.get(vertex, 0))
         if absent < 1:
-            raise PlanError(f"vertex {vertex} of the plan has all its sandbox members already")
+            raise PlanError(
+                f"vertex {vertex} of the plan has all its sandbox members already",
+                hint="the plan is of another program or is damaged: leave --plan out, or compile "
+                "it again",
+            )
         self._absent[place] = absent - 1
         self._latest[place] = max(time_ns, self._latest.get(place, time_ns))
         return self._settle(place) if absent == 1 else []

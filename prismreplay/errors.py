@@ -1,6 +1,7 @@
 """Errors of `prismreplay`, a branch of the tree in `prismtrace.errors`.
 
 ReplayError                  a run on this machine cannot start or went wrong
+├── PlanError                a plan cannot be made, or does not fit what happens
 ├── ProgramError             the program cannot be found or started
 ├── RankFailedError          a rank failed, or was killed
 ├── DeadlockError            ranks wait for what never comes

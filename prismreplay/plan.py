@@ -40,10 +40,9 @@ from prismreplay.boundary import (
 from prismreplay.errors import PlanError
 from prismreplay.plan_graph import JobGraph
 from prismtrace.headers import PathLike
-from prismtrace.input_files import require_readable
 from prismtrace.output import atomic_output
 from prismtrace.ranks import format_ranks, parse_ranks
-from prismtrace.reading import reading
+from prismtrace.reading import read_table
 from prismtrace.schema import ProcessGroup, TraceKind
 from prismtrace.trace import Trace
 
@@ -51,6 +50,8 @@ __all__ = ["Known", "OpKey", "Plan", "PlannedWorld", "compile_plan"]
 
 FORMAT = 1
 _METADATA_KEY = "prismreplay_plan"
+_COMPILE = "`prismreplay plan` makes one"
+_DAMAGED = "a damaged plan: what it says does not fit together"
 
 
 class OpKey(NamedTuple):
@@ -151,45 +152,57 @@ class Plan:
 
         Raises:
             InputFileError: missing, unreadable or damaged.
-            PlanError: not a plan, or one of another format.
+            PlanError: not a plan, one of another format, or its parts do not fit together.
         """
-        path = Path(path)
-        require_readable(path)
-        with reading([path]):
-            metadata = pl.read_parquet_metadata(path)
-            if _METADATA_KEY not in metadata:
-                raise PlanError(f"{path} is no plan", hint="`prismreplay plan` makes one")
-            head: dict[str, Any] = json.loads(metadata[_METADATA_KEY])
-            if head["format"] != FORMAT:
-                raise PlanError(
-                    f"{path} has format {head['format']}, this version reads {FORMAT}",
-                    hint="compile the plan again",
-                )
-            table = pl.read_parquet(path)
-        counts = table["source"].list.len().fill_null(0).to_numpy()
-        boundary = Boundary(
-            kind=table["vertex_kind"].to_numpy(),
-            owner=table["owner"].to_numpy(),
-            edge_offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-            edge_source=_flat(table["source"]).to_numpy(),
-            edge_weight_ns=_flat(table["weight_ns"]).to_numpy(),
-            origin_ns=head["origin_ns"],
-        )
-        operations = (
-            table.select("vertex", "operations")
-            .drop_nulls()
-            .explode("operations", empty_as_null=False, keep_nulls=False)
-            .unnest("operations")
-        )
-        return cls(
-            world_size=head["world_size"],
-            sandbox=tuple(parse_ranks(head["sandbox"])),
-            groups=tuple(ProcessGroup.model_validate(group) for group in head["groups"]),
-            steps=tuple(head["steps"]),
-            period_ns=head["period_ns"],
-            boundary=boundary,
-            operations=operations,
-        )
+        where = str(path)
+        head, table = read_table(Path(path), _METADATA_KEY, hint=_COMPILE)
+        if head is None:
+            raise PlanError("not a plan", where=where, hint=_COMPILE)
+        if head.get("format") != FORMAT:
+            raise PlanError(
+                f"a plan of format {head.get('format')}; this version reads {FORMAT}",
+                where=where,
+                hint="compile the plan again",
+            )
+        try:
+            return cls(
+                world_size=int(head["world_size"]),
+                sandbox=parse_ranks(head["sandbox"]),
+                groups=tuple(ProcessGroup.model_validate(group) for group in head["groups"]),
+                steps=tuple(map(int, head["steps"])),
+                period_ns=int(head["period_ns"]),
+                boundary=_boundary_of(table, int(head["origin_ns"])),
+                operations=table.select("vertex", "operations")
+                .drop_nulls()
+                .explode("operations", empty_as_null=False, keep_nulls=False)
+                .unnest("operations"),
+            )
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise PlanError(_DAMAGED, where=where, hint="compile the plan again") from error
+        except pl.exceptions.PolarsError as error:
+            raise PlanError(_DAMAGED, where=where, hint="compile the plan again") from error
+
+
+def _boundary_of(table: pl.DataFrame, origin_ns: int) -> Boundary:
+    """The vertices and edges of a plan's rows.
+
+    Raises:
+        ValueError: an edge does not lead forward, which a run would never come to the end of.
+    """
+    counts = table["source"].list.len().fill_null(0).to_numpy()
+    sources = _flat(table["source"]).to_numpy()
+    weights = _flat(table["weight_ns"]).to_numpy()
+    targets = np.repeat(np.arange(table.height), counts)
+    if len(weights) != len(sources) or ((sources < 0) | (sources >= targets)).any():
+        raise ValueError("edges that do not lead forward")
+    return Boundary(
+        kind=table["vertex_kind"].to_numpy(),
+        owner=table["owner"].to_numpy(),
+        edge_offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        edge_source=sources,
+        edge_weight_ns=weights,
+        origin_ns=origin_ns,
+    )
 
 
 def _flat(lists: pl.Series) -> pl.Series:
@@ -217,7 +230,8 @@ def compile_plan(trace: Trace, sandbox: Sequence[int], edits: Sequence[Edit] = (
     chosen = tuple(sorted(set(sandbox)))
     if not chosen or chosen[-1] >= header.world_size or chosen[0] < 0:
         raise PlanError(
-            f"sandbox ranks {format_ranks(chosen) or 'none'} of a world of {header.world_size}"
+            f"sandbox ranks {format_ranks(chosen) or 'none'} of a world of {header.world_size}",
+            hint="name ranks of the job, counted from 0",
         )
     job = JobGraph.of(trace, chosen, edits)
     boundary = compile_boundary(job.graph, job.mine)

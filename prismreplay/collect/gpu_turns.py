@@ -28,6 +28,7 @@ _ANSWER_SECONDS = 10.0
 """How long a rank may take to give memory back."""
 _SLOWEST_BYTES_PER_SECOND = 50e6
 _LONGEST_SECONDS = 60.0
+_NOT_MOVED = "run fewer ranks, so that all fit on the GPUs and none has to be moved"
 _CONTEXT_BYTES = 600 << 20
 """What CUDA itself takes for a process, where it cannot be measured."""
 
@@ -270,7 +271,7 @@ class GpuTurns:
         except SwapError as failure:
             error = failure
         except Exception as failure:  # noqa: BLE001  must get to the thread of the run
-            error = SwapError(f"moving rank {rank} failed: {failure!r}")
+            error = SwapError(f"moving rank {rank} failed: {failure!r}", hint=_NOT_MOVED)
         lane.done.append(_Done(rank, self._clock() - begun, error))
         with self._closing:
             if self._signal >= 0:

@@ -114,7 +114,9 @@ def run_stage(folder: Path, stage: Stage) -> Note:
         report = json.loads(printed)
     except json.JSONDecodeError as error:
         raise ReplayError(
-            f"{stage.name} did not print its report as JSON", where=stage.line
+            f"{stage.name} did not print its report as JSON",
+            where=stage.line,
+            hint="run that command by itself: what else does it print?",
         ) from error
     wall = time.monotonic() - begun
     made = Note(report, wall, digest(stage.fingerprint, str(time.time_ns())))

@@ -98,7 +98,9 @@ class PrunedCommunication:
                 dtype.itemsize,
             )
         except ValueError as error:
-            raise PluginError(str(error), where=schedule.name) from error
+            raise PluginError(
+                str(error), where=schedule.name, hint="see what the layout and the memory are of"
+            ) from error
         self._grid = (layout.channels, len(self._tables.programs))
         self._fits()
         on = f"cuda:{self.device}"
@@ -157,7 +159,10 @@ class PrunedCommunication:
         for role in self.roles:
             memory = self._memory[role]
             if isinstance(memory, int):
-                raise PluginError("memory given as an address must be zeroed by whoever made it")
+                raise PluginError(
+                    "memory given as an address must be zeroed by whoever made it",
+                    hint="zero it there, or give the memory as tensors",
+                )
             memory[: self.layout.counts_bytes(self.schedule, role)].zero_()
         torch.cuda.synchronize(self.device)
 
@@ -227,7 +232,11 @@ class PrunedCommunication:
     def _check(self, role: Role, source: Tensor, data: Tensor) -> None:
         schedule = self.schedule
         if source.data_ptr() == data.data_ptr() and data.numel() and not schedule.in_place:
-            raise PluginError(f"{schedule.name} needs two buffers", where=_named(role))
+            raise PluginError(
+                f"{schedule.name} needs two buffers",
+                where=_named(role),
+                hint="give data that is another tensor than source",
+            )
         for name, one, count in (
             ("source", source, schedule.source_counts[role]),
             ("data", data, schedule.data_counts[role]),
@@ -240,7 +249,11 @@ class PrunedCommunication:
                 fault = f"has {one.numel()} elements of the {count} that {schedule.name} needs"
             else:
                 continue
-            raise PluginError(f"{name} {fault}", where=_named(role))
+            raise PluginError(
+                f"{name} {fault}",
+                where=_named(role),
+                hint=f"make it contiguous, {self.dtype}, on cuda:{self.device}, of {count} elements",
+            )
 
     def _timeout(self, report: list[int]) -> PluginTimeoutError:
         """Who waited for whom; `report` is what the kernel wrote."""

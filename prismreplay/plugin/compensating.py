@@ -129,7 +129,8 @@ def _check(full: Tensor, others: Sequence[Tensor]) -> None:
         if (one.shape, one.dtype, one.device) != (full.shape, full.dtype, full.device):
             raise PluginError(
                 f"tensors differ: {one.dtype} {tuple(one.shape)} on {one.device}, and "
-                f"{full.dtype} {tuple(full.shape)} on {full.device}"
+                f"{full.dtype} {tuple(full.shape)} on {full.device}",
+                hint="give tensors of one type and shape on one device",
             )
         if not one.is_contiguous():
             raise PluginError(

@@ -93,7 +93,10 @@ def _compiler_version() -> str:
             hint=f"pip install 'prismllm[cuda]' nvidia-cuda-nvrtc; {STILL_WORKS}",
         ) from error
     if int(status) != 0:
-        raise PluginError(f"nvrtcVersion failed: {status}")
+        raise PluginError(
+            f"nvrtcVersion failed: {status}",
+            hint="install CUDA's compiler again: pip install --force-reinstall nvidia-cuda-nvrtc",
+        )
     return f"{major}.{minor}"
 
 

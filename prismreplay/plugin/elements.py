@@ -58,7 +58,9 @@ def reduction_of(op: ReduceOp, dtype: Any) -> int:
         PluginError: the type has no such reduction.
     """
     if op in _BITWISE and dtype.is_floating_point:
-        raise PluginError(f"{op.value} of {dtype} has no meaning")
+        raise PluginError(
+            f"{op.value} of {dtype} has no meaning", hint="reduce whole numbers so, or add"
+        )
     return _REDUCTIONS[op]
 
 

@@ -107,6 +107,7 @@ class DeviceHolder:
         if not good:
             raise PluginError(
                 f"times are contiguous int64 tensors of {count} or more on cuda:{self.device}; "
-                f"this is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+                f"this is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
+                hint=f"torch.zeros({count}, dtype=torch.int64, device='cuda:{self.device}')",
             )
         return int(tensor.data_ptr())

@@ -40,7 +40,10 @@ def peer_link_memory(
 
     device = require_device()
     if sorted(map(str, roles.values())) != sorted(map(str, schedule.roles)):
-        raise PluginError(f"roles {list(roles.values())} are not those of {schedule.name}")
+        raise PluginError(
+            f"roles {list(roles.values())} are not those of {schedule.name}",
+            hint=f"give each of its roles once: {', '.join(map(str, schedule.roles))}",
+        )
     size = max(layout.bytes_of(schedule, role) for role in schedule.roles)
     memory = symmetric.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
     memory.zero_()

@@ -69,7 +69,10 @@ def hosts_from(environment: Mapping[str, str]) -> Hosts:
             hint="torchrun --nnodes 2 --nproc-per-node 1 --no-python ... prismreplay run --hosts",
         ) from error
     if not 0 <= number < count:
-        raise HostsError(f"host {number} of {count}: they are numbered from 0")
+        raise HostsError(
+            f"host {number} of {count}: they are numbered from 0",
+            hint="let a launcher set RANK and WORLD_SIZE, or set RANK below WORLD_SIZE",
+        )
     return Hosts(
         number,
         count,

@@ -96,7 +96,12 @@ class CudaDevices:
             torch.cuda.current_stream().query()  # the device's context is this thread's now
             code = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
             if code:
-                raise PluginError(f"the driver makes no stream: cuStreamCreate returned {code}")
+                raise PluginError(
+                    f"the driver makes no stream: cuStreamCreate returned {code}",
+                    where=f"cuda:{device}",
+                    hint="has the GPU memory left, and no error of an earlier kernel? nvidia-smi "
+                    "shows the former, CUDA_LAUNCH_BLOCKING=1 the latter",
+                )
             stream = torch.cuda.ExternalStream(handle.value, device=device)
         key = _key(stream)
         self._streams[key] = stream

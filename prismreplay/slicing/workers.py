@@ -28,6 +28,7 @@ __all__ = ["Nursery", "WorkError", "Worker", "serve"]
 
 _PR_SET_PDEATHSIG = 1
 _REQUEST_BYTES = 1 << 17
+_REPORT = "this is a bug of ours, please report it with what is above; slices that are done stay"
 
 
 class WorkError(Exception):
@@ -190,7 +191,7 @@ def _answer(request: bytes, work: Callable[[Any], Any]) -> tuple[str, Any, str]:
     except PrismError as error:
         return "failed", error, str(getattr(error, "report", ""))
     except Exception as error:  # noqa: BLE001  whatever it is, somebody has to be told
-        told = ReplayError(f"a slice failed: {type(error).__name__}: {error}")
+        told = ReplayError(f"a slice failed: {type(error).__name__}: {error}", hint=_REPORT)
         return "failed", told, traceback.format_exc()
 
 

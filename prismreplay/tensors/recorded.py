@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,11 @@ from safetensors import SafetensorError, safe_open
 from prismreplay.collect.handover import torch_dtype
 from prismreplay.errors import TensorRecordingError
 from prismreplay.runtime.operations import Call, Op, TensorSpec
-from prismreplay.tensors.recording import FORMAT, INDEX_SCHEMA, MANIFEST, digest_of
+from prismreplay.tensors.recording import INDEX_SCHEMA, digest_of
+from prismreplay.tensors.scope import AGAIN, read_manifest
+from prismtrace.errors import PrismError
 from prismtrace.ranks import format_ranks, parse_ranks
+from prismtrace.reading import read_table
 from prismtrace.schema import DType
 
 __all__ = ["RecordedTensor", "RecordedTensors"]
@@ -28,7 +30,6 @@ Tensor = Any
 
 _OPEN_SHARDS = 8
 _INDEXED_RANKS = 64
-_AGAIN = "record the tensors again: prismreplay collect --record-tensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class RecordedTensors:
         """
         self.folder = Path(folder)
         self.verify = verify
-        self.manifest = _manifest(self.folder)
+        self.manifest = read_manifest(self.folder)
         self.world_size = int(self.manifest["world_size"])
         self.sandbox = frozenset(parse_ranks(str(self.manifest.get("sandbox", ""))))
         self.complete = bool(self.manifest.get("complete"))
@@ -170,7 +171,7 @@ class RecordedTensors:
             tensor = self._open(entry.shard).get_tensor(key)
         except (OSError, SafetensorError) as error:
             raise self._error(
-                f"shard {entry.shard} is missing or damaged: {error}", _AGAIN
+                f"shard {entry.shard} is missing or damaged: {error}", AGAIN
             ) from error
         if tensor.dtype != dtype:
             tensor = tensor.reshape(-1).view(dtype)
@@ -179,7 +180,7 @@ class RecordedTensors:
             raise self._error(
                 f"a tensor of shard {entry.shard} is damaged: its contents are not those of its "
                 "checksum",
-                _AGAIN,
+                AGAIN,
             )
         return tensor
 
@@ -203,7 +204,7 @@ class RecordedTensors:
         if self.complete and self.sandbox:
             ranks = format_ranks(tuple(sorted(self.sandbox)))
             reason = f"; it holds what concerns the sandbox ranks {ranks}"
-        raise self._error(f"holds no tensors of {what}{reason}", _AGAIN)
+        raise self._error(f"holds no tensors of {what}{reason}", AGAIN)
 
     def _read_index(self) -> pl.DataFrame:
         parts = range(int(self.manifest.get("parts", 0)))
@@ -217,26 +218,31 @@ class RecordedTensors:
         """Everything of one rank: (group, seq, src, dst) -> inputs in order."""
         index: dict[tuple[Any, ...], list[RecordedTensor]] = {}
         for row in self._rows.filter(pl.col("rank") == rank).iter_rows():
-            entry = RecordedTensor(
-                call=Call(row[5]),
-                spec=TensorSpec(tuple(row[8]), DType(row[7])),
-                splits=tuple(row[9] or ()),
-                shard=row[10],
-                sha256=row[11],
-            )
+            try:
+                entry = RecordedTensor(
+                    call=Call(row[5]),
+                    spec=TensorSpec(tuple(row[8]), DType(row[7])),
+                    splits=tuple(row[9] or ()),
+                    shard=row[10],
+                    sha256=row[11],
+                )
+            except (TypeError, ValueError) as error:
+                raise self._error(f"the index is damaged at rank {rank}: {error}", AGAIN) from error
             entries = index.setdefault(tuple(row[1:5]), [])
             if row[6] != len(entries):
-                raise self._error(f"the index is damaged at rank {rank}", _AGAIN)
+                raise self._error(f"the index is damaged at rank {rank}", AGAIN)
             entries.append(entry)
         return {key: tuple(entries) for key, entries in index.items()}
 
     def _rows_of(self, name: Path) -> pl.DataFrame:
         try:
-            rows = pl.read_parquet(name, glob=False)
-        except (OSError, pl.exceptions.PolarsError) as error:
-            raise self._error(f"the index {name.name} is missing or damaged", _AGAIN) from error
+            _, rows = read_table(name, "", hint=AGAIN)
+        except PrismError as error:
+            raise self._error(
+                f"the index {name.name} is missing or damaged: {error.message}", AGAIN
+            ) from error
         if rows.schema != INDEX_SCHEMA:
-            raise self._error(f"the index {name.name} has other columns", _AGAIN)
+            raise self._error(f"the index {name.name} has other columns", AGAIN)
         return rows
 
     def _open_shard(self, number: int) -> Any:
@@ -251,36 +257,3 @@ def _form(parts: Sequence[tuple[Call, TensorSpec]]) -> str:
         return "nothing"
     shapes = ", ".join(f"{spec.dtype.value}{list(spec.shape)}" for _, spec in parts[:3])
     return f"{parts[0][0].value} of {shapes}" + (", …" if len(parts) > 3 else "")
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    """The recording's manifest.
-
-    Raises:
-        TensorRecordingError: there is none, or another version wrote it.
-    """
-    where = str(folder / MANIFEST)
-    try:
-        found = json.loads((folder / MANIFEST).read_bytes())
-    except OSError as error:
-        raise TensorRecordingError(
-            f"no recording of tensors: {error.strerror}",
-            where=where,
-            hint="name the folder that collect --record-tensors wrote (OUTPUT.tensors)",
-        ) from error
-    except ValueError as error:
-        raise TensorRecordingError("damaged: not JSON", where=where, hint=_AGAIN) from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        shown = found.get("format") if isinstance(found, dict) else found
-        raise TensorRecordingError(
-            f"not a recording that this version reads: {shown!r} instead of {FORMAT!r}",
-            where=where,
-            hint=_AGAIN,
-        )
-    try:
-        int(found["world_size"])
-        dict(found["groups"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise TensorRecordingError(f"damaged: {error}", where=where, hint=_AGAIN) from error
-    result: dict[str, Any] = found
-    return result

@@ -29,7 +29,7 @@ import polars as pl
 from prismreplay.collect.handover import bytes_of
 from prismreplay.runtime.operations import Call, Op, TensorSpec
 from prismreplay.tensors.choices import RecordTensors
-from prismreplay.tensors.scope import is_large
+from prismreplay.tensors.scope import FORMAT, MANIFEST, is_large
 from prismreplay.tensors.shards import ShardWriter
 from prismreplay.tensors.store_log import StoreEntry, write_store_log
 from prismtrace.errors import OutputError
@@ -37,9 +37,7 @@ from prismtrace.output import atomic_output, output_error, temporary_prefix
 from prismtrace.ranks import format_ranks
 
 __all__ = [
-    "FORMAT",
     "INDEX_SCHEMA",
-    "MANIFEST",
     "RecordingSummary",
     "TensorRecorder",
     "digest_of",
@@ -48,8 +46,6 @@ __all__ = [
 Tensor = Any
 """A torch.Tensor; torch carries no types that a strict checker accepts."""
 
-FORMAT = "prismreplay-tensors/1"
-MANIFEST = "manifest.json"
 SHARD_BYTES = 256 << 20
 _MOST_KNOWN = 1_000_000  # tensors that equal ones are looked for among: some 200 MB
 _MOST_ROWS = 250_000  # of the index that memory holds

@@ -1,4 +1,4 @@
-"""Which operations a recording of tensors should hold: what its manifest says, without its index."""
+"""What the manifest of a recording says, without its index: which operations it should hold."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any
 
 from prismreplay.errors import TensorRecordingError
 from prismreplay.runtime.operations import Call, Op
+from prismtrace.errors import InputFileError
+from prismtrace.input_files import require_readable
 from prismtrace.ranks import parse_ranks
 
-__all__ = ["RecordingScope", "is_large"]
+__all__ = ["AGAIN", "FORMAT", "MANIFEST", "RecordingScope", "is_large", "read_manifest"]
 
+FORMAT = "prismreplay-tensors/1"
+MANIFEST = "manifest.json"
+AGAIN = "record the tensors again: prismreplay collect --record-tensors"
 _ALL = "all"
-_MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,7 @@ class RecordingScope:
         Raises:
             TensorRecordingError: there is none, or it is damaged.
         """
-        try:
-            found = json.loads((folder / _MANIFEST).read_bytes())
-        except (OSError, ValueError) as error:
-            raise TensorRecordingError(
-                f"no recording of tensors: {error}", where=str(folder / _MANIFEST)
-            ) from error
-        return cls.of(found)
+        return cls.of(read_manifest(folder))
 
     def covers(self, op: Op) -> bool:
         """True when the recording should hold this operation."""
@@ -76,3 +74,41 @@ def is_large(op: Op, most_bytes: int) -> bool:
         and op.dtype is not None
         and op.dtype.value.startswith(("float", "bfloat", "complex"))
     )
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a recording says of itself.
+
+    Raises:
+        TensorRecordingError: there is none, it is damaged, or another version wrote it.
+    """
+    path = folder / MANIFEST
+    where = str(path)
+    try:
+        require_readable(path)
+        found = json.loads(path.read_bytes())
+    except InputFileError as error:
+        raise TensorRecordingError(
+            f"no recording of tensors: {error.message}",
+            where=where,
+            hint="name the folder that collect --record-tensors wrote (OUTPUT.tensors)",
+        ) from error
+    except (OSError, RecursionError, ValueError) as error:
+        raise TensorRecordingError("damaged: not JSON", where=where, hint=AGAIN) from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        shown = found.get("format") if isinstance(found, dict) else found
+        raise TensorRecordingError(
+            f"not a recording that this version reads: {shown!r:.80} instead of {FORMAT!r}",
+            where=where,
+            hint=AGAIN,
+        )
+    try:
+        int(found["world_size"])
+        int(found.get("parts", 0))
+        for ranks in found["groups"].values():
+            parse_ranks(ranks)
+        RecordingScope.of(found)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TensorRecordingError(f"damaged: {error}", where=where, hint=AGAIN) from error
+    result: dict[str, Any] = found
+    return result

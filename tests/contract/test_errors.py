@@ -65,7 +65,7 @@ def test_the_tree_is_drawn(repo, regenerate):
 OF_ARGUMENTS = {"CalibError"}
 
 
-@pytest.mark.parametrize("package", ["prismtrace", "prismcalib"])
+@pytest.mark.parametrize("package", ["prismtrace", "prismcalib", "prismreplay"])
 def test_every_error_says_what_to_do_next(package, repo):
     kinds = {kind.__name__: kind for kind in _classes()}
     silent = []

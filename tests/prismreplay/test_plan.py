@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import polars as pl
 import pytest
@@ -123,6 +125,34 @@ def test_all_ranks_in_the_sandbox_leave_no_boundary(tmp_path):
     assert Plan.read(tmp_path / "plan.parquet").operations.is_empty()
 
 
+KEY = "prismreplay_plan"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda head, rows: (head.pop("sandbox"), rows)[1],
+        lambda head, rows: (head.update(groups=[{"id": 1}]), rows)[1],
+        lambda head, rows: (head.update(steps=3), rows)[1],
+        lambda _, rows: rows.drop("operations"),
+        # Junctions in a circle: a run would never know when they are ready.
+        lambda _, rows: rows.with_columns(
+            pl.col("source").list.eval(pl.element() * 0 + rows.height - 1)
+        ),
+        lambda _, rows: rows.with_columns(pl.col("weight_ns").list.head(0)),
+    ],
+    ids=["no ranks", "groups", "steps", "columns", "a circle", "weights"],
+)
+def test_a_damaged_plan(tmp_path, change):
+    compile_plan(job(1), [2]).write(tmp_path / "plan.parquet")
+    head = json.loads(pl.read_parquet_metadata(tmp_path / "plan.parquet")[KEY])
+    rows = change(head, pl.read_parquet(tmp_path / "plan.parquet"))
+    rows.write_parquet(tmp_path / "changed.parquet", metadata={KEY: json.dumps(head)})
+    with pytest.raises(PlanError, match="damaged") as caught:
+        Plan.read(tmp_path / "changed.parquet")
+    assert caught.value.where == str(tmp_path / "changed.parquet")
+
+
 def test_what_is_refused(tmp_path):
     recorded = synth.generate(synth.JobSpec(pp=2, tp=1, dp=1, microbatches=2, layers_per_stage=1))
     with pytest.raises(PlanError, match="needs a calibrated trace"):
@@ -132,7 +162,7 @@ def test_what_is_refused(tmp_path):
         with pytest.raises(PlanError, match="sandbox ranks"):
             compile_plan(trace, ranks)
     pt.write(trace, tmp_path / "trace.parquet")
-    with pytest.raises(PlanError, match="is no plan"):
+    with pytest.raises(PlanError, match="not a plan"):
         Plan.read(tmp_path / "trace.parquet")
     with pytest.raises(pt.TraceError):
         Plan.read(tmp_path / "missing.parquet")
