@@ -3,18 +3,22 @@
     python benchmarks/fidelity_cpu.py -o results            # all shapes; minutes, wants 16 cores
     python benchmarks/fidelity_cpu.py -o results --table    # the table of what is there
 
-Every shape: collect, slice and merge; then, in turn, true runs with every rank pinned to a core of
-its own, and runs of two sandbox ranks on the same cores, while the cores of the other ranks do
-the same kind of work. What is measured is the time between the ends of the optimizer's steps. What
-gloo's threads take of a rank's core is measured by comm-bench, pinned like the ranks, and taken in
-slices and emulated runs, too; not with --idle-communication. A true run is also recorded, so that
-phases can be compared. With --wide there are further true runs, in which every rank has a second core
-that gloo's threads can use.
+First, which cores are threads of one physical core is looked up or measured. Every rank is pinned to
+a physical core of its own; where there are twice as many, or cores have two threads, all threads but
+the program's are on another one (`fidelity/cores.py` says why), so that communication and
+computation do not get in each other's way, as on a GPU. Else, and with --one-core, they share the
+rank's: then times of communications are measured beside computation, and slices and emulated runs
+take of the core what gloo's threads take.
+
+Every shape: collect; then, in turn, true runs, slices with a merge, and runs of two sandbox ranks on the
+same cores, while the cores of the other ranks do the same kind of work: T S E T S E T. What is
+measured is the time between the ends of the optimizer's steps. A true run is also recorded, so that
+phases can be compared. Runs with a slowed-down virtual rank come when all shapes are done.
 
 All runs have as many steps: one of a run that is longer than its recording repeats the last
-step's data and virtual times, so that a single step would decide. Slices are made once: the median
-of several executions has less noise than a step of the true run, and the slowest rank of a step,
-which decides, would come too early.
+step's data and virtual times, so that a single step would decide. Each graph is merged from slices
+that were made once: the median of several executions has less noise than a step of the true run,
+and the slowest rank of a step, which decides, would come too early.
 
 Commands and true runs are forks of one process that has imported everything (`fidelity/warm.py`).
 Results are written piece by piece; called again with the same folder, the benchmark goes on where
@@ -36,15 +40,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cores import Cores
 
 REPO = Path(__file__).resolve().parent.parent
 TOOLS = REPO / "benchmarks" / "fidelity"
 sys.path[:0] = [str(REPO), str(TOOLS)]
+from tables import WARMUP, tables  # noqa: E402  its folder is known only now
+
 MODEL = "--layers 4 --hidden 256 --length 64"
-STEPS, WARMUP, REPEATS = 10, 3, 3
+STEPS, REPEATS, SLOW_REPEATS = 10, 2, 2
 MOST_SECONDS = 150.0
 """That a command may take."""
+MOST_APART = 16
+"""Ranks that run at a time in slices."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +79,13 @@ class Shape:
 
 SHAPES = {
     "dp8": Shape(f"{MODEL} --batch-size 8", 8, inject=(5,)),
-    "tp2-dp4": Shape(f"{MODEL} --batch-size 8 --tp 2", 8),
     "pp4-dp2": Shape(
         f"{MODEL} --batch-size 32 --pp 4 --microbatches 8", 8, (0, 2), 1, 32, inject=(5,)
     ),
-    "fsdp8": Shape(f"{MODEL} --batch-size 8 --fsdp 8", 8),
+    "tp2-dp4": Shape(f"{MODEL} --batch-size 8 --tp 2", 8),
     "tp2-pp2-dp4": Shape(f"{MODEL} --batch-size 16 --tp 2 --pp 2", 16, layers=2, batch=16),
     "ep4-dp4": Shape(f"{MODEL} --batch-size 8 --ep 4", 16, script="train_moe.py"),
+    "fsdp8": Shape(f"{MODEL} --batch-size 8 --fsdp 8", 8),
 }
 SLOWDOWNS = (1.2, 2.0)
 
@@ -91,13 +102,10 @@ class OutOfTimeError(Exception):
 class Settings:
     """How to measure; see the options."""
 
-    transport: str = "auto"
-    assistants: int = 0
-    contends: bool = True
+    one_core: bool = False
     steps: int = STEPS
     repeats: int = REPEATS
     inject: bool = True
-    wide: frozenset[str] = frozenset()
     most_ranks: int = 16
 
 
@@ -105,56 +113,163 @@ class Bench:
     """Measures shapes, one after another, until `deadline` (of `time.monotonic`)."""
 
     def __init__(
-        self, output: Path, work: Path, cores: Sequence[int], settings: Settings, deadline: float
+        self, output: Path, work: Path, found: Cores, settings: Settings, deadline: float
     ) -> None:
         self.output = output
-        self.cores = list(cores)
+        self.cores = found
         self.settings = settings
         self.deadline = deadline
         self.work = work
         self.work.mkdir(parents=True, exist_ok=True)
-        self.beside: tuple[str, ...] = ()
         self.spent: dict[str, list[float]] = {}
         """Of the ranks of the latest true run."""
 
+    # --- cores ------------------------------------------------------------------------
+
+    def cores_of(self, ranks: int) -> list[tuple[int, ...]]:
+        """Of each rank of a true run: the program's, and perhaps one of gloo's threads."""
+        return self.cores.of_ranks(ranks, one_each=self.settings.one_core)
+
+    def is_apart(self, ranks: int) -> bool:
+        """Whether gloo's threads have cores of their own."""
+        return len(self.cores_of(ranks)[0]) > 1
+
+    def pins(self, ranks: Sequence[int], of: int) -> str:
+        """Some ranks of so many, with their cores."""
+        every = self.cores_of(of)
+        return ",".join(f"{rank}:{'+'.join(map(str, every[rank]))}" for rank in ranks)
+
+    def of_slices(self) -> tuple[list[int], dict[str, str]]:
+        """Cores that slices share out among them, and where the threads beside them go."""
+        paired = [] if self.settings.one_core else self.cores.paired(MOST_APART)
+        if len(paired) < 3:
+            return sorted(self.cores.firsts), {}
+        beside = ",".join(f"{core}:{other}" for core, other in paired)
+        return sorted(core for core, _ in paired), {"FIDELITY_BESIDE": beside}
+
+    def of_emulator(self, shape: Shape) -> list[int]:
+        """Cores that sandbox ranks and those that stand for other ranks leave."""
+        every = self.cores_of(shape.ranks)
+        taken = {one[0] for one in every} | {core for rank in shape.sandbox for core in every[rank]}
+        free = [core for core in (*self.cores.firsts, *self.cores.seconds) if core not in taken]
+        # It needs one; where there is none, a virtual rank's.
+        return free or [one[0] for rank, one in enumerate(every) if rank not in shape.sandbox][:1]
+
     # --- what every shape needs -------------------------------------------------------
 
-    def comm_table(self) -> Path:
-        """Times of communications of so many ranks as jobs have, on this machine."""
-        members = [count for count in (2, 4, 8, 16) if count <= self.settings.most_ranks]
-        table = self.work / f"comm-{members[-1]}.parquet"
+    def comm_bench(self, title: str, output: Path, ranks: int, *words: str, pins: str) -> Any:
+        """Times of communications; the command's report."""
+        return self.command(
+            title,
+            *("comm-bench", "--nproc", str(ranks), *words, "-o", str(output)),
+            more={"FIDELITY_CORES": pins},
+            kept=("operations",),
+        )["report"]["operations"]
+
+    def look_at_machine(self) -> None:
+        """What a small all_reduce takes here, in the ways that ranks could share cores.
+
+        Decides whether gloo's threads may interrupt each other.
+        """
+        path = self.output / "machine" / "machine.json"
+        mine = {**machine(), **self.cores.found}
+        alike = ("cpu", "cores")
+        if path.is_file():
+            found = json.loads(path.read_text())
+            if all(found["machine"][name] == mine[name] for name in alike):
+                os.environ["FIDELITY_BATCH"] = found["batch"]
+                return
+        ranks = min(8, self.settings.most_ranks)
+        what = ("--group-sizes", str(ranks), "--kinds", "all_reduce", "--sizes", "1K,1M")
+        one, two = (
+            ",".join(
+                f"{rank}:{'+'.join(map(str, cores))}"
+                for rank, cores in enumerate(self.cores.of_ranks(ranks, one_each=one_each))
+            )
+            for one_each in (True, False)
+        )
+        ways = {
+            "a core each": (one, "0", ()),
+            "a core each, beside computation": (one, "0", ("--beside-computation",)),
+            "two cores each": (two, "0", ()),
+            "two cores each, threads do not interrupt each other": (two, "1", ()),
+            "as before, beside computation": (two, "1", ("--beside-computation",)),
+        }
+        probes: dict[str, Any] = {}
+        for title, (pins, batch, more) in ways.items():
+            if "+" in pins or title.startswith("a core each"):
+                os.environ["FIDELITY_BATCH"] = batch
+                words = (*what, "--rounds", "2", *more)
+                table = self.work / "probe.parquet"
+                probes[title] = self.comm_bench(f"probe {title}", table, ranks, *words, pins=pins)
+        times = [
+            sum(operation["time_ns"] for operation in operations)
+            for title, operations in probes.items()
+            if title.startswith("two cores")
+        ]
+        os.environ["FIDELITY_BATCH"] = "1" if len(times) > 1 and times[1] < times[0] else "0"
+        path.parent.mkdir(exist_ok=True)
+        found = {
+            "machine": mine,
+            "ranks": ranks,
+            "probes": probes,
+            "batch": os.environ["FIDELITY_BATCH"],
+        }
+        path.write_text(json.dumps(found))
+
+    def comm_table(self, ranks: int) -> Path:
+        """Times of communications as ranks of such a job see them.
+
+        A job whose ranks have one core each waits for communications while it computes: they are
+        measured beside computation.
+        """
+        most = self.settings.most_ranks
+        apart = self.is_apart(ranks)
+        table = self.work / f"comm-{'apart' if apart else 'shared'}.parquet"
         if not table.is_file():
-            self.command(
+            members = [count for count in (2, 4, 8, 16) if count <= most]
+            every = self.cores.of_ranks(most, one_each=not apart)
+            self.comm_bench(
                 "comm-bench",
-                *("comm-bench", "--nproc", str(members[-1])),
-                *("--group-sizes", ",".join(map(str, members))),
-                *("--sizes", "1K-16M", "--factor", "8", "--rounds", "3", "-o", str(table)),
-                more={"FIDELITY_CORES": self.pins(range(members[-1]))},
+                table,
+                most,
+                *("--group-sizes", ",".join(map(str, members)), "--rounds", "3"),
+                *("--kinds", "all_reduce,all_gather,reduce_scatter,all_to_all,send"),
+                *("--sizes", "1K,16K,128K,512K,1M,4M"),
+                *(() if apart else ("--beside-computation",)),
+                pins=",".join(f"{n}:{'+'.join(map(str, one))}" for n, one in enumerate(every)),
             )
         return table
 
-    def calibrate(self, name: str, shape: Shape) -> dict[str, Any]:
-        """collect, slice, merge; what each reported, and how long it took."""
+    def collect(self, name: str, shape: Shape) -> dict[str, Any]:
+        """The bare graph; what was reported, and how long it took."""
         folder = self.work / name
         folder.mkdir(exist_ok=True)
-        program = ["--", *shape.words(self.settings.steps)]
-        bare, slices = folder / "bare.parquet", folder / "slices"
-        calibrated = folder / "calibrated.parquet"
-        table = self.comm_table()
-        found = {}
-        found["collect"] = self.command(
+        found: dict[str, Any] = self.command(
             f"{name} collect",
-            *("collect", "--world-size", str(shape.ranks), "--devices", str(len(self.cores))),
-            *("--record-tensors", "all", "--show-rank", "none", "-o", str(bare), *program),
+            *("collect", "--world-size", str(shape.ranks), "--devices", str(shape.ranks)),
+            *("--record-tensors", "all", "--show-rank", "none"),
+            *("-o", str(folder / "bare.parquet"), "--", *shape.words(self.settings.steps)),
         )
-        self.beside = ("--comm-table", str(table)) if self.settings.contends else ()
+        return found
+
+    def calibrate(self, name: str, shape: Shape, number: int) -> dict[str, Any]:
+        """slice, merge; what each reported, and how long it took."""
+        folder = self.work / name
+        bare, slices = folder / "bare.parquet", folder / f"slices-{number}"
+        calibrated = folder / f"calibrated-{number}.parquet"
+        table = self.comm_table(shape.ranks)
+        cores, beside = self.of_slices()
+        found = {}
         found["slice"] = self.command(
             f"{name} slice",
-            *("slice", str(bare), "--sandbox-size", "2", "--devices", str(len(self.cores))),
-            *("--assistants", str(self.settings.assistants), *self.beside),
-            *("-o", str(slices), *program),
+            *("slice", str(bare), "--sandbox-size", str(len(shape.sandbox))),
+            *("--devices", str(len(cores))),
+            *self.contending(shape),
+            *("-o", str(slices), "--", *shape.words(self.settings.steps)),
             times=folder / "times-slices",
-            more={"FIDELITY_CLAIMS": str(folder / "claims")},
+            more={"FIDELITY_CLAIMS": str(folder / "claims"), **beside},
+            cores=cores,
         )
         found["spent"] = spent(folder / "times-slices")
         found["merge"] = self.command(
@@ -170,22 +285,22 @@ class Bench:
         )
         return found
 
+    def contending(self, shape: Shape) -> tuple[str, ...]:
+        """Options that have gloo's part of a core taken, where its threads share the program's."""
+        if self.is_apart(shape.ranks):
+            return ()
+        return "--comm-table", str(self.comm_table(shape.ranks))
+
     # --- runs -------------------------------------------------------------------------
 
-    def pins(self, ranks: Sequence[int], each: int = 1) -> str:
-        """Ranks with their cores."""
-        return ",".join(
-            f"{rank}:{'+'.join(map(str, self.cores[rank * each : (rank + 1) * each]))}"
-            for rank in ranks
-        )
-
-    def true_run(self, name: str, shape: Shape, slow: str = "", each: int = 1) -> list[int]:
-        """Step times of a sandbox rank in a true run with `each` cores a rank, in ns."""
+    def true_run(self, name: str, shape: Shape, slow: str = "") -> list[int]:
+        """Step times of a sandbox rank in a true run, in ns."""
         import warm
 
         times = self.work / name / "times-true"
         words = shape.words(self.settings.steps)
-        variables = {"FIDELITY_CORES": self.pins(range(shape.ranks), each), "FIDELITY_SLOW": slow}
+        pins = self.pins(range(shape.ranks), shape.ranks)
+        variables = {"FIDELITY_CORES": pins, "FIDELITY_SLOW": slow}
         self.twice(
             f"{name} true {slow}", lambda: warm.run_job(words, shape.ranks), variables, times=times
         )
@@ -197,35 +312,47 @@ class Bench:
         found["true_ns"].append(self.true_run(name, shape))
         found["true_spent"].append(self.spent)
 
-    def emulated_run(self, name: str, shape: Shape, inject: str = "") -> dict[str, Any]:
-        """An emulated run on the same cores: its report, and step times as the rank saw them."""
+    def emulated_run(
+        self, name: str, shape: Shape, number: int, inject: str = ""
+    ) -> dict[str, Any]:
+        """An emulated run on the same cores: its report, and step times as the rank saw them.
+
+        `number` is the campaign whose graph it runs with.
+        """
         folder = self.work / name
         times = folder / "times-emulated"
-        mine = {self.cores[rank] for rank in shape.sandbox}
-        others = [core for core in self.cores[: shape.ranks] if core not in mine]
-        # The emulator needs a core; where there are more cores than ranks, it takes a spare one.
-        spare = self.cores[shape.ranks :] or others[:1]
+        mine = self.of_emulator(shape)
+        others = [
+            cores[0]
+            for rank, cores in enumerate(self.cores_of(shape.ranks))
+            if rank not in shape.sandbox and cores[0] not in mine
+        ]
         words = [
-            *("run", str(folder / "calibrated.parquet")),
-            *("--sandbox", ",".join(map(str, shape.sandbox))),
-            *("--tensors", str(folder / "bare.tensors"), "--transport", self.settings.transport),
-            *(("--assistants", str(self.settings.assistants)) if self.settings.assistants else ()),
+            *("run", str(folder / f"calibrated-{number}.parquet")),
+            *("--sandbox", ",".join(map(str, shape.sandbox)), "--transport", "local"),
+            *("--tensors", str(folder / "bare.tensors")),
             *(("--inject", inject) if inject else ()),
-            *self.beside,
+            *self.contending(shape),
             *("-o", str(folder / "run.parquet"), "--", *shape.words(self.settings.steps)),
         ]
-        more = {"FIDELITY_CORES": self.pins(shape.sandbox)}
-        with self.busy(shape, [core for core in others if core not in spare]):
-            report = self.command(f"{name} run", *words, times=times, more=more, cores=spare)
+        more = {"FIDELITY_CORES": self.pins(shape.sandbox, shape.ranks)}
+        with self.busy(shape, others):
+            report = self.command(f"{name} run", *words, times=times, more=more, cores=mine)
         return {"report": report, "seen_ns": step_times(times, shape), "spent": spent(times)}
 
     def phases(self, name: str, shape: Shape) -> dict[str, dict[str, dict[str, float]]]:
         """Where a typical step goes: see `print_phases`."""
         folder = self.work / name
         words = ["record", "--nproc-per-node", str(shape.ranks), "-o", str(folder / "true.parquet")]
-        more = {"FIDELITY_CORES": self.pins(range(shape.ranks))}
+        more = {"FIDELITY_CORES": self.pins(range(shape.ranks), shape.ranks)}
         self.command(f"{name} record", *words, "--", *shape.words(self.settings.steps), more=more)
-        printed = self.twice(f"{name} phases", lambda: print_phases(folder, shape.sandbox[0]), {})
+        table = self.comm_table(shape.ranks)
+        merged = folder / f"calibrated-{self.settings.repeats - 1}.parquet"
+        printed = self.twice(
+            f"{name} phases",
+            lambda: print_phases(folder, merged, table, shape.sandbox[0]),
+            {},
+        )
         found: dict[str, dict[str, dict[str, float]]] = json.loads(printed)
         return found
 
@@ -268,6 +395,7 @@ class Bench:
         times: Path | None = None,
         more: dict[str, str] | None = None,
         cores: Sequence[int] = (),
+        kept: Sequence[str] = (),
     ) -> Any:
         """One of our commands; its report, with the time it took."""
         import warm
@@ -277,7 +405,7 @@ class Bench:
         printed = self.twice(
             title, warm.command(package, [name, "--json", *rest]), more or {}, times, cores
         )
-        return {"wall_s": time.monotonic() - begun, "report": trimmed(json.loads(printed))}
+        return {"wall_s": time.monotonic() - begun, "report": trimmed(json.loads(printed), kept)}
 
     def twice(self, *arguments: Any, **more: Any) -> str:
         """`once`, and again if that fails: a shape is more than one of its runs."""
@@ -324,19 +452,17 @@ class Bench:
 
     # --- a shape ----------------------------------------------------------------------
 
-    def measure(self, name: str, shape: Shape) -> dict[str, Any]:
-        """Everything about a shape that is not there yet.
+    def measure(self, name: str, shape: Shape) -> None:
+        """Everything about a shape that is not there yet, but for slowed-down ranks.
 
         Raises:
             OutOfTimeError: what there is so far is in a file.
         """
         part = self.output / f"{name}.part"
-        found: dict[str, Any] = {"true_ns": [], "emulated": [], "true_wide_ns": [], "injected": []}
+        found: dict[str, Any] = {"true_ns": [], "calibrations": [], "emulated": [], "injected": []}
         found["true_spent"] = []
-        if part.is_file() and (self.work / name / "calibrated.parquet").is_file():
+        if part.is_file() and (self.work / name / "bare.parquet").is_file():
             found = json.loads(part.read_text())
-            table = self.comm_table()
-            self.beside = ("--comm-table", str(table)) if self.settings.contends else ()
         for piece in self.pieces(name, shape, found):
             begun = time.monotonic()
             if begun > self.deadline:
@@ -344,52 +470,68 @@ class Bench:
             piece()
             found["wall_s"] = found.get("wall_s", 0.0) + time.monotonic() - begun
             part.write_text(json.dumps(found))
+        (self.output / f"{name}.json").write_text(json.dumps(found))
         part.unlink()
-        shutil.rmtree(self.work / name)
-        return found
+        if not (self.settings.inject and shape.inject):
+            shutil.rmtree(self.work / name)
 
     def pieces(
         self, name: str, shape: Shape, found: dict[str, Any]
     ) -> Iterator[Callable[[], object]]:
         """What is left to be done, one after another; each notes what it finds."""
-
-        def note(key: str, value: Any) -> None:
-            found[key] = value
-
-        if "calibration" not in found:
+        if "collect" not in found:
             found |= {"shape": name, "ranks": shape.ranks, "machine": machine()}
             found |= {"words": shape.words(self.settings.steps)[1:], "sandbox": shape.sandbox}
-            found |= {"assistants": self.settings.assistants, "contends": self.settings.contends}
-            yield lambda: note("calibration", self.calibrate(name, shape))
+            found |= {"cores": self.cores_of(shape.ranks)}
+            yield lambda: found.update(collect=self.collect(name, shape))
         for number in range(self.settings.repeats):
             if len(found["true_ns"]) <= number:
                 yield lambda: self.true_run_into(found, name, shape)
+            if len(found["calibrations"]) <= number:
+                yield lambda number=number: found["calibrations"].append(
+                    self.calibrate(name, shape, number)
+                )
             if len(found["emulated"]) <= number:
-                yield lambda: found["emulated"].append(self.emulated_run(name, shape))
-            wide = name in self.settings.wide and 2 * shape.ranks <= len(self.cores)
-            if wide and len(found["true_wide_ns"]) <= number:
-                yield lambda: found["true_wide_ns"].append(self.true_run(name, shape, each=2))
+                yield lambda number=number: found["emulated"].append(
+                    self.emulated_run(name, shape, number)
+                )
+        if len(found["true_ns"]) <= self.settings.repeats:
+            yield lambda: self.true_run_into(found, name, shape)
         if "phases_ms" not in found:
             yield lambda: found.update(self.phases(name, shape))
-        wanted = [(rank, factor) for rank in shape.inject for factor in SLOWDOWNS]
-        for rank, factor in wanted[len(found["injected"]) :] if self.settings.inject else ():
-            yield lambda rank=rank, factor=factor: found["injected"].append(
-                self.injected(name, shape, rank, factor)
+
+    def slow_down(self, name: str, shape: Shape, number: int) -> None:
+        """A true run and an emulated one for every slow rank, once more, if not there yet.
+
+        Raises:
+            OutOfTimeError: what there is so far is in the shape's file.
+        """
+        path = self.output / f"{name}.json"
+        campaign = number % self.settings.repeats
+        if not (self.work / name / f"calibrated-{campaign}.parquet").is_file():
+            return
+        found = json.loads(path.read_text())
+        for rank, factor in [(rank, factor) for rank in shape.inject for factor in SLOWDOWNS]:
+            there = [one for one in found["injected"] if one["factor"] == factor]
+            if len([one for one in there if one["rank"] == rank]) > number:
+                continue
+            if time.monotonic() > self.deadline:
+                raise OutOfTimeError
+            inject = f"rank={rank},kind=compute,scale={factor}"
+            found["injected"].append(
+                {
+                    "rank": rank,
+                    "factor": factor,
+                    "true_ns": self.true_run(name, shape, f"{rank}:{factor}"),
+                    "emulated": self.emulated_run(name, shape, campaign, inject),
+                }
             )
-
-    def injected(self, name: str, shape: Shape, rank: int, factor: float) -> dict[str, Any]:
-        """A true run and an emulated one with a slow rank."""
-        return {
-            "rank": rank,
-            "factor": factor,
-            "true_ns": self.true_run(name, shape, f"{rank}:{factor}"),
-            "emulated": self.emulated_run(name, shape, f"rank={rank},kind=compute,scale={factor}"),
-        }
+            path.write_text(json.dumps(found))
 
 
-def trimmed(report: dict[str, Any]) -> dict[str, Any]:
+def trimmed(report: dict[str, Any], kept: Sequence[str] = ()) -> dict[str, Any]:
     """A report without what nobody looks up here: results travel."""
-    left_out = ("operations", "memory", "log_dir", "rows", "commands")
+    left_out = {"operations", "memory", "log_dir", "rows", "commands"} - set(kept)
     return {key: value for key, value in report.items() if key not in left_out}
 
 
@@ -409,7 +551,7 @@ def spent(folder: Path) -> dict[str, list[float]]:
     return found
 
 
-def print_phases(folder: Path, rank: int) -> None:
+def print_phases(folder: Path, merged: Path, comm_table: Path, rank: int) -> None:
     """Print where a typical step goes, as JSON; in a process that may use polars.
 
     `phases_ms`: time of a rank by kind and phase, truly and emulated. `transfers_ms`: of the
@@ -419,16 +561,15 @@ def print_phases(folder: Path, rank: int) -> None:
     """
     import polars as pl
 
-    measured = pl.read_parquet(max(folder.parent.glob("comm-*.parquet"), key=os.path.getmtime))
-    table = measured.select(
+    table = pl.read_parquet(comm_table).select(
         "kind", "ranks", "bytes", (pl.col("time_ns", "cpu_ns") / 1e3).round().cast(pl.Int64)
     )
 
     transfers: dict[str, dict[str, float]] = {}
-    for title, trace in (("true", "true.parquet"), ("merged", "calibrated.parquet")):
+    for title, trace in (("true", folder / "true.parquet"), ("merged", merged)):
         end = pl.col("start_ns") + pl.col("dur_ns")
         times = (
-            pl.scan_parquet(folder / trace)
+            pl.scan_parquet(trace)
             .filter(pl.col("group").is_not_null(), pl.col("step") >= WARMUP)
             .with_columns(pl.col("kind").cast(pl.String))
             .filter(~pl.col("kind").is_in(("send", "recv")))
@@ -470,198 +611,51 @@ def machine() -> dict[str, Any]:
     }
 
 
-# --- tables --------------------------------------------------------------------------------
-
-
-def typical(times: Sequence[float]) -> float:
-    """Median after the warm-up, in ms. The first interval begins with the end of step 0."""
-    return statistics.median(times[WARMUP - 1 :]) / 1e6
-
-
-def emulated_ms(run: dict[str, Any]) -> float:
-    """The emulated step time, of the same steps, without what the emulator was late."""
-    steps = run["report"]["report"]["steps"]
-    return statistics.median(one["emulated_ns"] for one in steps[WARMUP:]) / 1e6
-
-
-def late_share(run: dict[str, Any]) -> float:
-    """What the emulator was late, as a share of a typical step."""
-    steps = run["report"]["report"]["steps"][WARMUP:]
-    return statistics.median(one["late_ns"] / one["emulated_ns"] for one in steps)
-
-
-@dataclass(frozen=True)
-class Errors:
-    """A shape's step times in ms."""
-
-    real: float
-    apart: float
-    seen: float
-    predicted: float
-    resampled: float
-    emulated: float
-
-    @classmethod
-    def of(cls, found: dict[str, Any]) -> Errors:
-        """Those of a shape's results."""
-        true = [typical(times) for times in found["true_ns"]]
-        real = statistics.mean(true)
-        predict = found["calibration"]["predict"]["report"]
-        spread = predict.get("spread")
-        outcomes = found["calibration"]["slice"]["report"]["outcomes"]
-        return cls(
-            real=real,
-            apart=(max(true) - min(true)) / real / 2,
-            seen=max(statistics.median(one["step_ns"][WARMUP:]) for one in outcomes) / 1e6,
-            predicted=predict["step_ns"] / 1e6,
-            resampled=(spread["p50"]["step_ns"] if spread else predict["step_ns"]) / 1e6,
-            emulated=statistics.mean(emulated_ms(run) for run in found["emulated"]),
-        )
-
-    def error(self, value: float) -> float:
-        """Of a step time, as a share of the true one."""
-        return value / self.real - 1
-
-
-def row(found: dict[str, Any]) -> list[str]:
-    """A row of the table."""
-    one = Errors.of(found)
-    late = [late_share(run) for run in found["emulated"]]
-    values = (one.seen, one.predicted, one.resampled, one.emulated)
-    return [
-        found["shape"],
-        f"{found['ranks']}",
-        f"{one.real:.2f}",
-        f"±{one.apart:.1%}",
-        *(f"{value:.2f} ({one.error(value):+.1%})" for value in values),
-        f"{min(late):.1%} to {max(late):.1%}",
-        f"{found['wall_s']:.0f}",
-    ]
-
-
-def means(all_found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Average and worst errors over all shapes."""
-    errors = [Errors.of(found) for found in all_found]
-    for what in ("seen", "predicted", "resampled", "emulated"):
-        sizes = [abs(one.error(getattr(one, what))) for one in errors]
-        if sizes:
-            yield f"{what}: {statistics.mean(sizes):.1%} on average, {max(sizes):.1%} at worst"
-
-
-def wide_rows(found: dict[str, Any]) -> Iterator[list[str]]:
-    """What a second core for every rank does to true runs."""
-    if found.get("true_wide_ns"):
-        true, wide = (
-            statistics.mean(typical(times) for times in found[name])
-            for name in ("true_ns", "true_wide_ns")
-        )
-        yield [found["shape"], f"{true:.2f}", f"{wide:.2f} ({wide / true - 1:+.1%})"]
-
-
-def phase_rows(found: dict[str, Any]) -> Iterator[list[str]]:
-    """Where a sandbox rank's step goes; communication beside computation counts in both."""
-    for what, times in sorted(found.get("phases_ms", {}).items()):
-        cells = [f"{times[one]:.2f}" if one in times else "-" for one in ("true", "emulated")]
-        yield [found["shape"], what, *cells]
-
-
-def transfer_rows(found: dict[str, Any]) -> Iterator[list[str]]:
-    """How long communications are under way once all members are there."""
-    for what, times in sorted(found.get("transfers_ms", {}).items()):
-        cells = [f"{times[one]:.2f}" if one in times else "-" for one in ("true", "merged")]
-        yield [found["shape"], what, f"{times['count']:.0f}", *cells]
-
-
-def spent_rows(found: dict[str, Any]) -> Iterator[list[str]]:
-    """What a typical step takes of a rank: least and most of the ranks of all runs."""
-    sources = {
-        "true": found.get("true_spent", []),
-        "slices": [found["calibration"].get("spent", {})],
-        "emulated": [one.get("spent", {}) for one in found["emulated"]],
-    }
-    for title, runs in sources.items():
-        ranks = [values for one in runs for values in one.values()]
-        if ranks:
-            cells = (
-                f"{min(values):.1f} to {max(values):.1f}" for values in zip(*ranks, strict=True)
-            )
-            yield [found["shape"], title, *cells]
-
-
-def injected_rows(found: dict[str, Any]) -> Iterator[list[str]]:
-    """By how much a slow virtual rank shifts the step, truly and emulated."""
-    true = statistics.mean(typical(times) for times in found["true_ns"])
-    made = statistics.mean(emulated_ms(run) for run in found["emulated"])
-    for one in found["injected"]:
-        after, emulated = typical(one["true_ns"]), emulated_ms(one["emulated"])
-        yield [
-            found["shape"],
-            f"rank {one['rank']} x {one['factor']}",
-            f"{after / true - 1:+.1%}",
-            f"{emulated / made - 1:+.1%}",
-        ]
-
-
-def tables(output: Path) -> str:
-    """What is in the results folder, as Markdown."""
-    all_found = [json.loads(path.read_text()) for path in sorted(output.glob("*.json"))]
-    heads = (
-        "job", "ranks", "true step ms", "true runs apart", "slices alone ms", "predicted ms",
-        "resampled ms", "emulated ms", "emulator late", "all took s",
-    )  # fmt: skip
-    lines = markdown(heads, [row(found) for found in all_found])
-    lines += ["", *means(all_found)]
-    wide = [cells for found in all_found for cells in wide_rows(found)]
-    if wide:
-        lines += ["", *markdown(("job", "true step ms", "with two cores a rank"), wide)]
-    phases = [cells for found in all_found for cells in phase_rows(found)]
-    if phases:
-        lines += ["", *markdown(("job", "kind and phase", "true ms", "emulated ms"), phases)]
-    transfers = [cells for found in all_found for cells in transfer_rows(found)]
-    if transfers:
-        heads = ("job", "transfer, bytes", "operations", "true ms", "merged ms")
-        lines += ["", *markdown(heads, transfers)]
-    taken = [cells for found in all_found for cells in spent_rows(found)]
-    if taken:
-        heads = (
-            "job", "a step of a rank", "program ms", "other threads ms", "kept waiting ms",
-            "page faults", "switches",
-        )  # fmt: skip
-        lines += ["", *markdown(heads, taken)]
-    shifts = [cells for found in all_found for cells in injected_rows(found)]
-    if shifts:
-        lines += ["", *markdown(("job", "slowed down", "true step", "emulated step"), shifts)]
-    return "\n".join(lines)
-
-
-def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table."""
-    return [
-        f"| {' | '.join(heads)} |",
-        "|" + "---|" * len(heads),
-        *(f"| {' | '.join(cells)} |" for cells in rows),
-    ]
-
-
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, default=Path("fidelity-results"))
     parser.add_argument("--work", type=Path, help="recordings and logs; default: in the former")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--transport", default="auto", help="of `prismreplay run`")
-    parser.add_argument("--assistants", type=int, default=0, help="of slices and runs")
     parser.add_argument("--steps", type=int, default=STEPS, help="of every run")
-    parser.add_argument("--repeats", type=int, default=REPEATS, help="of true and emulated runs")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="of slices and emulated runs")
     parser.add_argument(
-        "--idle-communication", action="store_true", help="takes nothing of the ranks' cores"
+        "--one-core", action="store_true", help="gloo's threads share the core of the program"
     )
-    parser.add_argument("--wide", nargs="*", choices=SHAPES, default=[], help="also two cores each")
     parser.add_argument("--budget", type=float, default=540, help="begin nothing after so long")
     parser.add_argument("--no-inject", action="store_true", help="leave slowed-down ranks out")
     parser.add_argument("--table", action="store_true", help="print the table, run nothing")
     parser.add_argument("--anyway", action="store_true", help="also with fewer cores than ranks")
     return parser.parse_args()
+
+
+def measure_all(bench: Bench, names: Sequence[str], output: Path) -> None:
+    """Shapes, then slowed-down ranks; what fails is told, and the rest goes on."""
+    bench.look_at_machine()
+    todo: list[tuple[str, Callable[[], None]]] = [
+        (name, lambda name=name: bench.measure(name, SHAPES[name]))
+        for name in names
+        if not (output / f"{name}.json").is_file()
+    ]
+    if bench.settings.inject:
+        todo += [
+            (
+                f"{name}, a slow rank",
+                lambda name=name, number=number: bench.slow_down(name, SHAPES[name], number),
+            )
+            for number in range(SLOW_REPEATS)
+            for name in names
+            if SHAPES[name].inject
+        ]
+    for title, work in todo:
+        print(f"{title}:", flush=True)
+        try:
+            work()
+        except OutOfTimeError:
+            print("no time is left: call again with the same results folder")
+            break
+        except (FailedError, OSError, ValueError, KeyError) as error:
+            print(f"  failed: {error!r}", file=sys.stderr)
 
 
 def main() -> None:
@@ -678,36 +672,23 @@ def main() -> None:
         print(f"{len(cores)} cores for {needed} ranks: step times would say nothing")
         if not options.anyway:
             return
-        cores = [cores[rank % len(cores)] for rank in range(needed)]
     settings = Settings(
-        transport="reduced" if options.assistants else options.transport,
-        assistants=options.assistants,
-        contends=not options.idle_communication,
+        one_core=options.one_core,
         steps=options.steps,
         repeats=options.repeats,
         inject=not options.no_inject,
-        wide=frozenset(options.wide),
         most_ranks=needed,
     )
-    missing = [name for name in options.shapes if not (options.output / f"{name}.json").is_file()]
-    if missing:
-        import warm
+    import warm
+    from cores import look_at
 
-        warm.prepare()
-        print(f"imported everything: {time.monotonic() - begun:.1f} s", flush=True)
+    warm.prepare()
+    print(f"imported everything: {time.monotonic() - begun:.1f} s", flush=True)
+    found = look_at(cores)
+    print(f"looked at the cores: {time.monotonic() - begun:.1f} s: {found}", flush=True)
     work = options.work or options.output / "work"
-    bench = Bench(options.output, work, cores, settings, begun + options.budget)
-    for name in missing:
-        print(f"{name}:", flush=True)
-        try:
-            found = bench.measure(name, SHAPES[name])
-        except OutOfTimeError:
-            print("no time is left: call again with the same results folder")
-            break
-        except (FailedError, OSError, ValueError) as error:
-            print(f"  failed: {error}", file=sys.stderr)
-            continue
-        (options.output / f"{name}.json").write_text(json.dumps(found))
+    bench = Bench(options.output, work, found, settings, begun + options.budget)
+    measure_all(bench, options.shapes, options.output)
     print(tables(options.output))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,6 +65,14 @@ def comm_bench(
     rounds: Annotated[
         int, typer.Option(min=1, help="Samples of each operation, taken in turns with the others.")
     ] = 5,
+    beside_computation: Annotated[
+        bool,
+        typer.Option(
+            "--beside-computation",
+            help="Have every rank's program compute until a collective has ended, as in a job. Where "
+            "gloo's threads share its cores, both take longer then.",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Measure how long communications take here, over the real backend.
@@ -76,6 +85,9 @@ def comm_bench(
     from prismreplay.errors import RankFailedError
 
     spec = _spec(kinds, sizes, factor, group_sizes, dtype, backend, rounds)
+    if beside_computation and backend != "gloo":
+        raise typer.BadParameter("only gloo shares the program's processor: --beside-computation")
+    spec = replace(spec, computing=beside_computation)
     ranks = nproc or (None if is_launched() else _usual_ranks(spec))
     try:
         with console.progress("measuring communications"):

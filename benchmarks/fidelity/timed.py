@@ -3,9 +3,11 @@
     timed.py SCRIPT [ARGUMENTS]...
 
 Environment: FIDELITY_TIMES is the folder for `rank-N.json` (times of the ends of optimizer steps
-in ns) and `spent-N.json` (what each step took, see `SPENT`); FIDELITY_CORES pins ranks to cores, as in `0:4,1:5+6`; with FIDELITY_CLAIMS, a folder, each
-rank takes a core that no other has, of those it may use; FIDELITY_SLOW makes the layers and the
-optimizer of a rank take longer, as in `5:1.2`.
+in ns) and `spent-N.json` (what each step took, see `SPENT`); FIDELITY_CORES pins ranks to cores, as
+in `0:4,1:5+6`: a second one is for all threads but the program's; with FIDELITY_CLAIMS, a folder, each
+rank takes a core that no other has, of those it may use, and the one that FIDELITY_BESIDE names for
+that, as in `4:20,5:21`; FIDELITY_SLOW makes the layers and the optimizer of a rank take longer, as in
+`5:1.2`.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ import os
 import resource
 import runpy
 import sys
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import cores
 import torch
 import torch.distributed as dist
 from torch.nn.modules.module import (
@@ -34,6 +38,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+_STEPS_TO_PART_THREADS = 3
+"""By then all threads are there that a job has."""
 _SLOWED = ("Block", "Embedding", "LayerNorm", "Linear")
 """Classes of layers that compute; what is left is the loss."""
 
@@ -123,14 +129,16 @@ def main() -> None:
     """Note, pin, slow down, and run the script."""
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    core = _of_rank("FIDELITY_CORES", rank)
-    if core is not None:
-        os.sched_setaffinity(0, set(map(int, core.split("+"))))
+    mine = cores.cores_of(rank)
     claims = os.environ.get("FIDELITY_CLAIMS")
     claimed = _claim_core(Path(claims)) if claims else None
     if claimed is not None:
-        # What the rank starts from here on, gloo's threads among it, stays on this core, too.
-        os.sched_setaffinity(0, {claimed[0]})
+        core = claimed[0]
+        beside = _of_rank("FIDELITY_BESIDE", core)
+        mine = (core,) if beside is None else (core, int(beside))
+    program = threading.get_native_id()
+    if mine:
+        cores.stay_on(mine)
     factor = _of_rank("FIDELITY_SLOW", rank)
     if factor is not None:
         _slow_down(float(factor))
@@ -140,6 +148,8 @@ def main() -> None:
     def note(*_: Any) -> None:
         spent.append(_spent())
         ends.append(time.perf_counter_ns())
+        if len(ends) <= _STEPS_TO_PART_THREADS:
+            cores.part_threads(mine, program)
 
     register_optimizer_step_post_hook(note)
     folder = os.environ.get("FIDELITY_TIMES")

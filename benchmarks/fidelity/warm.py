@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,13 +47,15 @@ _MODULES = (
 _PR_SET_PDEATHSIG = 1
 
 
-def prepare() -> None:
+def prepare(*, on_gpus: bool = False) -> None:
     """Import everything; from here on this process only forks.
 
-    It must not have used torch or polars before, nor do so later: their threads do not survive forks.
+    It must not have used torch or polars before, nor do so later: their threads do not survive forks,
+    nor does CUDA. GPUs are hidden unless forks are to compute `on_gpus`.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if not on_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from prismreplay.collect.pool import preload
 
     preload()
@@ -169,14 +172,18 @@ def command(package: str, words: Sequence[str]) -> Callable[[], None]:
 # --- ranks ---------------------------------------------------------------------------------
 
 
-def _begin_rank(rank: int) -> None:
-    """Pin a rank, with all threads that it will start (FIDELITY_CORES), and record it, if wanted."""
+def _begin_rank(rank: int, *, is_module: bool) -> None:
+    """Pin a rank, with all threads that it will start, and record it, if wanted."""
+    import cores
+
     from prismreplay.runtime.bootstrap import autoload
 
-    pairs = (pair.split(":") for pair in os.environ.get("FIDELITY_CORES", "").split(",") if pair)
-    cores = {int(number): value for number, value in pairs}.get(rank)
-    if cores is not None:
-        os.sched_setaffinity(0, set(map(int, cores.split("+"))))
+    mine = cores.cores_of(rank)
+    if mine and is_module:
+        # Nothing in it will part its threads, as `timed.py` does.
+        cores.keep_threads_apart(mine)
+    elif mine:
+        cores.stay_on(mine)
     # Where the command prints its report is no place for what programs print.
     os.dup2(2, 1)
     # As the end of `import torch` does it.
@@ -187,7 +194,8 @@ def run_job(words: Sequence[str], count: int, *, is_module: bool = False) -> int
     """The ranks of a true run; 1 if one failed."""
     import true_run
 
-    return true_run.run_ranks(words, count, is_module=is_module, begin=_begin_rank)
+    begin = partial(_begin_rank, is_module=is_module)
+    return true_run.run_ranks(words, count, is_module=is_module, begin=begin)
 
 
 def _run_ranks(program: Any, count: int, environment: Mapping[str, str], logs: Any) -> None:

@@ -69,7 +69,8 @@ def bench_communications(
         return None
     table = CommTable.of([Reading(output, measured.samples, {})])
     source = f"comm-bench over {spec.backend}, {measured.ranks} ranks on {measured.hosts} host"
-    table = replace(table, sources=(source + "s" * (measured.hosts > 1),))
+    source += "s" * (measured.hosts > 1) + ", beside computation" * spec.computing
+    table = replace(table, sources=(source,))
     if output.suffix == ".csv":
         write_comm_samples(output, measured.samples)
     else:

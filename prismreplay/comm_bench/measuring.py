@@ -9,6 +9,11 @@ it is over. All members come out of a barrier, then everybody notes when it star
 
 What a backend on the CPU takes of the ranks' processors is the time of the process's other threads
 meanwhile, the mean of the members.
+
+Where a rank has few cores, its program and the backend's threads get in each other's way, and an
+operation takes longer beside computation than by itself. So the program can be made to compute, as
+a job's does, before an operation begins and until it has ended. Sends do without: a program that
+sends to the next stage of a pipeline goes on, but who receives waits.
 """
 
 from __future__ import annotations
@@ -42,6 +47,11 @@ _IN_PLACE = (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE)
 _TOGETHER = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
 _LEAST_TIMES, _MOST_TIMES = 3, 200
 _WARM_UPS = 2
+_COMPUTING_NS = 2_000_000
+"""So long a program has computed when an operation begins: longer than a scheduler lets it run before
+others have their turn."""
+_ROWS, _WIDTH = 32, 256
+"""Of the matrices that are multiplied meanwhile: some 50 us a product."""
 _PATIENCE = timedelta(hours=6)
 """Ranks that are in no group that is being measured wait."""
 
@@ -135,6 +145,8 @@ class _Bench:
         self._one_clock = one_clock and device.type == "cpu"
         self._group = distributed.new_group(ranks, backend=spec.backend, timeout=_PATIENCE)
         self._control = distributed.new_group(ranks, backend="gloo", timeout=_PATIENCE)
+        self._product = torch.ones((_ROWS, _WIDTH))
+        self._factors = torch.ones((_ROWS, _WIDTH)), torch.ones((_WIDTH, _WIDTH))
         self.is_member = distributed.get_rank() in ranks
 
     def run(self, kinds: Sequence[Kind], skipped: dict[str, str]) -> list[dict[str, Any]]:
@@ -199,7 +211,19 @@ class _Bench:
         cpu_ns = None if on_device else round(statistics.median(spans[:, :, 2].mean(axis=0)))
         return max(1, round(statistics.median(map(float, found)))), cpu_ns
 
+    def _compute(self) -> None:
+        torch.mm(*self._factors, out=self._product)
+
+    def _compute_until_done(self, work: Any) -> None:
+        while not work.is_completed():
+            self._compute()
+        work.wait()
+
     def _time_here(self, call: Callable[[], None]) -> tuple[int, int, int]:
+        if self._spec.computing:
+            until = time.monotonic_ns() + _COMPUTING_NS
+            while time.monotonic_ns() < until:
+                self._compute()
         others, start = _other_threads_ns(), time.monotonic_ns()
         call()
         end = time.monotonic_ns()
@@ -233,26 +257,35 @@ class _Bench:
         def parts() -> list[Tensor]:
             return list(make(part * members).chunk(members))
 
-        if kind in (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.SEND):
+        if kind is Kind.SEND:
+            whole = make(elements)
+            if is_root:
+                return lambda: distributed.send(whole, ranks[1], group=group), elements * itemsize
+            return lambda: distributed.recv(whole, root, group=group), elements * itemsize
+        how = {"group": group, "async_op": self._spec.computing}
+        if kind in (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE):
             whole = make(elements)
             calls: dict[Kind, Callable[[], Any]] = {
-                Kind.ALL_REDUCE: lambda: distributed.all_reduce(whole, group=group),
-                Kind.BROADCAST: lambda: distributed.broadcast(whole, src=root, group=group),
-                Kind.REDUCE: lambda: distributed.reduce(whole, dst=root, group=group),
-                Kind.SEND: (lambda: distributed.send(whole, ranks[1], group=group))
-                if is_root
-                else (lambda: distributed.recv(whole, root, group=group)),
+                Kind.ALL_REDUCE: lambda: distributed.all_reduce(whole, **how),
+                Kind.BROADCAST: lambda: distributed.broadcast(whole, src=root, **how),
+                Kind.REDUCE: lambda: distributed.reduce(whole, dst=root, **how),
             }
-            return calls[kind], elements * itemsize
+            return self._performed(calls[kind]), elements * itemsize
         one, many = make(part), make(part * members)
         others = parts() if is_root else None
         calls = {
-            Kind.ALL_GATHER: lambda: distributed.all_gather_into_tensor(many, one, group=group),
-            Kind.REDUCE_SCATTER: lambda: distributed.reduce_scatter_tensor(one, many, group=group),
-            Kind.GATHER: lambda: distributed.gather(one, others, dst=root, group=group),
-            Kind.SCATTER: lambda: distributed.scatter(one, others, src=root, group=group),
+            Kind.ALL_GATHER: lambda: distributed.all_gather_into_tensor(many, one, **how),
+            Kind.REDUCE_SCATTER: lambda: distributed.reduce_scatter_tensor(one, many, **how),
+            Kind.GATHER: lambda: distributed.gather(one, others, dst=root, **how),
+            Kind.SCATTER: lambda: distributed.scatter(one, others, src=root, **how),
         }
         if kind is Kind.ALL_TO_ALL:
             out = make(part * members)
-            calls[kind] = lambda: distributed.all_to_all_single(out, many, group=group)
-        return calls[kind], part * members * itemsize
+            calls[kind] = lambda: distributed.all_to_all_single(out, many, **how)
+        return self._performed(calls[kind]), part * members * itemsize
+
+    def _performed(self, start: Callable[[], Any]) -> Callable[[], None]:
+        """Start it and, if that is how it is measured, compute until it is over."""
+        if not self._spec.computing:
+            return start
+        return lambda: self._compute_until_done(start())

@@ -49,6 +49,7 @@ class BenchSpec:
         rounds: how often everything is measured, once around after the other. The median of a
             round is one sample.
         round_s: how long an operation is repeated in a round, in seconds.
+        computing: each rank's program computes while an operation is under way; gloo only.
     """
 
     kinds: tuple[Kind, ...] = USUAL_KINDS
@@ -58,6 +59,7 @@ class BenchSpec:
     backend: str = "gloo"
     rounds: int = 5
     round_s: float = 0.05
+    computing: bool = False
 
     def to_json(self) -> str:
         """For `of_json`, in another process."""

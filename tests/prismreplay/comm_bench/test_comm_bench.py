@@ -44,6 +44,16 @@ def test_a_table_of_two_ranks(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["table.parquet"]
 
 
+def test_a_table_beside_computation(tmp_path):
+    path = tmp_path / "table.parquet"
+    words = ["comm-bench", "--kinds", "all_reduce,send", *FEW, "--beside-computation"]
+    answer = CliRunner().invoke(app, [*words, "-o", str(path), "--json"])
+    assert answer.exit_code == 0, answer.output
+    table = CommTable.open(path)
+    assert table.sources == ("comm-bench over gloo, 2 ranks on 1 host, beside computation",)
+    assert table.times["samples"].to_list() == [2] * 4
+
+
 @pytest.mark.slow
 def test_samples_of_a_launchers_ranks(tmp_path):
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "prismreplay.cli"]
@@ -72,6 +82,7 @@ def test_samples_of_a_launchers_ranks(tmp_path):
         (["--group-sizes", "1"], "no numbers of members"),
         (["--dtype", "float"], "'float' is none of"),
         (["--backend", "mpi"], "'mpi' is none of"),
+        (["--backend", "nccl", "--beside-computation"], "only gloo shares"),
     ],
 )
 def test_what_cannot_be_asked_for(words, said, tmp_path):
