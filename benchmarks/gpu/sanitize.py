@@ -17,6 +17,7 @@ from prismreplay.plugin.communicating import PrunedCommunication, link_memory
 from prismreplay.plugin.compensating import compensate
 from prismreplay.plugin.exchange_schedule import exchange
 from prismreplay.plugin.holds import DeviceHolder
+from prismreplay.plugin.pacing import Stretcher
 from prismreplay.plugin.ring_schedule import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from prismreplay.plugin.tables import Layout
 from prismreplay.plugin.tree_schedule import tree_all_reduce
@@ -52,12 +53,26 @@ def advance():
         terms = tuple((slot, 1) for slot in slots[:count])
         target = Slot(Kind.RING, Table.OWN, 1, 0)
         one.launch(planned([], [Item(terms, target, own=True, final=Final.FIRST)]), streams[1])
-    ticket = one.arrive(planned([slots[3]], []), streams[1])
-    one.launch(None, streams[1], ticket=ticket, transfer_ns=20_000, owes=True)
+    for count in (1, 40, 1000):  # a kernel for each length of code
+        ticket = one.arrive(planned(slots[:count], []), streams[1])
+        one.launch(None, streams[1], ticket=ticket, transfer_ns=20_000, owes=True)
+    first, second = (one.arrive(None, streams[1]) for _ in range(2))
+    one.owe(first, second, 0.5, streams[1])
     torch.cuda.synchronize()
     print("advanced", len(list(one.records())), flush=True)
     one.check()
     one.close()
+
+
+def stretch():
+    """A piece of a stream that takes longer."""
+    stretcher, stream = Stretcher(), torch.cuda.current_stream().cuda_stream
+    note = stretcher.note(stream)
+    torch.cuda._sleep(10_000)
+    stretcher.stretch(note, 2.0, stream)
+    torch.cuda.synchronize()
+    stretcher.close()
+    print("stretched", flush=True)
 
 
 def planned(arrivals, items):
@@ -79,6 +94,7 @@ def main():
     shifted = torch.ones(1000).cuda()
     compensate(shifted[3:900], [shifted[1:898]], out=torch.empty(897, device="cuda"))
     advance()
+    stretch()
     holder = DeviceHolder()
     times = holder.times(4)
     holder.stamp(times)
