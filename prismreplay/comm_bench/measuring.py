@@ -23,6 +23,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -145,6 +146,7 @@ class _Bench:
         self._one_clock = one_clock and device.type == "cpu"
         self._group = distributed.new_group(ranks, backend=spec.backend, timeout=_PATIENCE)
         self._control = distributed.new_group(ranks, backend="gloo", timeout=_PATIENCE)
+        self._waiter = ThreadPoolExecutor(1)
         self._product = torch.ones((_ROWS, _WIDTH))
         self._factors = torch.ones((_ROWS, _WIDTH)), torch.ones((_WIDTH, _WIDTH))
         self.is_member = distributed.get_rank() in ranks
@@ -214,8 +216,12 @@ class _Bench:
     def _compute(self) -> None:
         torch.mm(*self._factors, out=self._product)
 
-    def _compute_until_done(self, work: Any) -> None:
-        while not work.is_completed():
+    def _compute_until_done(self, kind: Kind, work: Any) -> None:
+        done = work.is_completed
+        if kind is Kind.REDUCE_SCATTER:
+            # gloo makes it of all_reduces, and says that it is completed only when it is waited for.
+            done = self._waiter.submit(work.wait).done
+        while not done():
             self._compute()
         work.wait()
 
@@ -270,7 +276,7 @@ class _Bench:
                 Kind.BROADCAST: lambda: distributed.broadcast(whole, src=root, **how),
                 Kind.REDUCE: lambda: distributed.reduce(whole, dst=root, **how),
             }
-            return self._performed(calls[kind]), elements * itemsize
+            return self._performed(kind, calls[kind]), elements * itemsize
         one, many = make(part), make(part * members)
         others = parts() if is_root else None
         calls = {
@@ -282,10 +288,10 @@ class _Bench:
         if kind is Kind.ALL_TO_ALL:
             out = make(part * members)
             calls[kind] = lambda: distributed.all_to_all_single(out, many, **how)
-        return self._performed(calls[kind]), part * members * itemsize
+        return self._performed(kind, calls[kind]), part * members * itemsize
 
-    def _performed(self, start: Callable[[], Any]) -> Callable[[], None]:
+    def _performed(self, kind: Kind, start: Callable[[], Any]) -> Callable[[], None]:
         """Start it and, if that is how it is measured, compute until it is over."""
         if not self._spec.computing:
             return start
-        return lambda: self._compute_until_done(start())
+        return lambda: self._compute_until_done(kind, start())

@@ -46,12 +46,18 @@ def test_a_table_of_two_ranks(tmp_path):
 
 def test_a_table_beside_computation(tmp_path):
     path = tmp_path / "table.parquet"
-    words = ["comm-bench", "--kinds", "all_reduce,send", *FEW, "--beside-computation"]
+    words = [
+        "comm-bench",
+        "--kinds",
+        "all_reduce,reduce_scatter,send",
+        *FEW,
+        "--beside-computation",
+    ]
     answer = CliRunner().invoke(app, [*words, "-o", str(path), "--json"])
     assert answer.exit_code == 0, answer.output
     table = CommTable.open(path)
     assert table.sources == ("comm-bench over gloo, 2 ranks on 1 host, beside computation",)
-    assert table.times["samples"].to_list() == [2] * 4
+    assert table.times["samples"].to_list() == [2] * 6
 
 
 @pytest.mark.slow
