@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -116,7 +117,10 @@ def start(
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        # Of threads that did nothing yet: Python tells of all.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
     if pid == 0:
         os.setpgid(0, 0)
         _end_with(parent)

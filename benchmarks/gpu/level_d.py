@@ -10,19 +10,27 @@ import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from benchmarks.gpu.level_d_traces import WARMUP  # noqa: E402
 
 OURS = ("advance", "arrive", "owe", "compensate", "hold", "stamp", "note", "stretch", "nccl")
 """Beginnings of names of kernels that are none of the program's computation."""
 MATRIX = ("gemm", "nvjet", "cutlass", "xmma", "flash", "fmha")
 """Parts of names of kernels that nothing but the program launches."""
-WARMUP = 2
-"""Steps that are unlike the others: DDP cuts its buckets anew before the second."""
-HEADS = (
-    *("job", "ranks", "sandbox", "true ms", "apart", "predicted ms", "emulated ms", "error"),
-    *("late", "peak bytes, true", "emulated", "losses apart", "pieces: durations", "starts"),
-    *("kernels: durations", "starts", "transfers of NCCL ms", "in the emulation", "chain s"),
+TIMES = (
+    *("job", "ranks", "sandbox", "runs", "true ms", "apart", "predicted ms", "emulated ms"),
+    *("error", "late", "host us an operation", "host ms a step", "chain s"),
+)
+MORE = (
+    *("job", "sandbox", "peak bytes, true", "emulated", "memory", "losses apart"),
+    *("pieces: durations", "starts", "computation", "left out", "kernels: durations", "starts"),
+    *("transfers of NCCL ms", "in the emulation", "step recorded"),
 )
 
 
@@ -104,118 +112,103 @@ def _by_name(rows: Iterable[tuple[str, int, int]]) -> dict[str, list[int]]:
     return dict(found)
 
 
-# --- traces ------------------------------------------------------------------------------------
-
-
-def compare_pieces(true: Path, emulated: Path, rank: int) -> dict[str, Any]:
-    """Pieces of computation of a rank in two traces, step by step.
-
-    `durations` and `starts` are medians of absolute differences: of durations over the true step's
-    computation, times the pieces in it; of starts, since the step's first one, over its length.
-    """
-    ours, theirs = _pieces(true, rank), _pieces(emulated, rank)
-    durations, starts, unlike = [], [], 0
-    for step in sorted(set(ours) & set(theirs)):
-        if step < WARMUP:
-            continue
-        if len(ours[step]) != len(theirs[step]):
-            unlike += 1
-            continue
-        pairs = list(zip(ours[step], theirs[step], strict=True))
-        first, second = pairs[0][0][0], pairs[0][1][0]
-        length = max(1, ours[step][-1][0] + ours[step][-1][1] - first)
-        busy = max(1, sum(one[1] for one in ours[step]))
-        durations.append(sum(abs(one[1] - other[1]) for one, other in pairs) / busy)
-        starts += [abs((other[0] - second) - (one[0] - first)) / length for one, other in pairs]
-    return {
-        "steps": len(durations),
-        "unlike_steps": unlike,
-        "durations": statistics.median(durations) if durations else None,
-        "starts": statistics.median(starts) if starts else None,
-    }
-
-
-def _pieces(path: Path, rank: int) -> dict[int, list[tuple[int, int]]]:
-    """(start, duration) of a rank's computation by step, in order."""
-    import polars as pl
-
-    frame = (
-        pl.scan_parquet(path)
-        .filter(
-            (pl.col("rank") == rank)
-            & (pl.col("kind").cast(pl.String) == "compute")
-            & pl.col("step").is_not_null()
-        )
-        .select("step", "start_ns", "dur_ns")
-        .sort("start_ns")
-        .collect()
-    )
-    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for step, start, length in frame.iter_rows():
-        found[step].append((start, length))
-    return dict(found)
-
-
-def transfers(path: Path, rank: int) -> dict[str, float]:
-    """Ms that a rank's communications transfer in a typical step, by kind, in a merged trace."""
-    import polars as pl
-
-    frame = (
-        pl.scan_parquet(path)
-        .filter(
-            (pl.col("rank") == rank)
-            & pl.col("transfer_ns").is_not_null()
-            & (pl.col("step") >= WARMUP)
-        )
-        .group_by("step", pl.col("kind").cast(pl.String))
-        .agg(pl.col("transfer_ns").sum())
-        .collect()
-    )
-    steps: dict[str, list[int]] = defaultdict(list)
-    for _, kind, time_ns in frame.iter_rows():
-        steps[kind].append(time_ns)
-    return {kind: statistics.median(found) / 1e6 for kind, found in sorted(steps.items())}
-
-
 # --- the table ---------------------------------------------------------------------------------
 
 
-def rows_of(name: str, parts: Mapping[str, Any], ranks: int) -> list[list[str]]:
-    """Lines about one layout: one for each number of sandbox ranks. `parts` are its results."""
-    turns = {part.split()[-1]: [] for part in sorted(parts) if part.startswith("run ")}
-    for part, found in sorted(parts.items()):
-        if part.startswith("run "):
-            turns[part.split()[-1]].append(found)
-    truth = turns.pop("true", [])
-    true = [one["step_ns"] for one in truth]
-    middle = statistics.median(true) if true else None
-    compared = parts.get("compare", {})
-    lines = []
-    for size in sorted(map(int, turns)) or [0]:
-        runs = turns.get(str(size), [])
-        steps = [one["step_ns"] for one in runs if one["step_ns"]]
-        emulated = statistics.median(steps) if steps else None
+@dataclass(frozen=True)
+class Layout:
+    """What is known of one: results by the part's name, and of runs, in the order in which they were made."""
+
+    name: str
+    ranks: int
+    parts: Mapping[str, Any]
+
+    def runs(self, what: str) -> list[Any]:
+        """Those that are `true`, or `emulated N`."""
+        return [
+            self.parts[part]
+            for part in sorted(self.parts)
+            if part.startswith("run ") and part.split(maxsplit=2)[2] == what
+        ]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of sandbox ranks; 0 if nothing was emulated."""
+        found = {part.split()[-1] for part in self.parts if part.startswith("run ")} - {"true"}
+        return sorted(map(int, found)) or [0]
+
+    def times(self, size: int) -> list[str]:
+        """A line of the table of step times."""
+        runs, truth = self.runs(f"emulated {size}"), self.runs("true")
+        true, emulated = steps_of(truth), steps_of(runs)
         ahead = [one["predicted_step_ns"] for one in runs if one["predicted_step_ns"]]
+        host = [one for one in map(host_cost, runs) if one]
+        return [
+            *(self.name, str(self.ranks), str(size or ""), f"{len(truth)} and {len(runs)}"),
+            *(_ms(middle(true)), _percent(apart(true), "±")),
+            *(_ms(ahead[0] if ahead else None), _ms(middle(emulated))),
+            _percent(relative(middle(emulated), middle(true)), "+"),
+            _percent(max((one["interference"] for one in runs), default=None)),
+            *(f"{statistics.median(column):.1f}" for column in zip(*host, strict=True)),
+            *([""] * (0 if host else 2)),
+            self.chain_s(runs),
+        ]
+
+    def chain_s(self, runs: Sequence[Mapping[str, Any]]) -> str:
+        """Collecting, slicing and merging, and one run."""
+        before = [self.parts.get(part, {}).get("wall_s") for part in ("collect", "slices")]
+        if None in before or not runs:
+            return ""
+        return f"{sum(before) + statistics.median(one['wall_s'] for one in runs):.0f}"
+
+    def rest(self, size: int) -> list[str]:
+        """A line of the table of all else."""
+        runs, truth = self.runs(f"emulated {size}"), self.runs("true")
+        compared, recorded = self.parts.get("compare", {}), self.parts.get("record", {})
         own = compared.get("pieces", {}).get(str(size), {})
-        kernels = parts.get("kernels", {}).get("compared", {}) if size == 1 else {}
-        lines.append(
-            [
-                *(name, str(ranks), str(size or "")),
-                *(_ms(middle), _percent(apart(true), "±")),
-                *(_ms(ahead[0] if ahead else None), _ms(emulated)),
-                _percent(relative(emulated, middle), "+"),
-                _percent(max((one["interference"] for one in runs), default=None)),
-                _bytes(peaks(truth)),
-                _bytes(peaks(runs)),
-                _losses(parts.get("losses")),
-                *(_percent(own.get("durations")), _percent(own.get("starts"))),
-                *(_percent(kernels.get("durations")), _percent(kernels.get("starts"))),
-                _sum(compared.get("true_transfers")),
-                _sum(compared.get("emulated_transfers")),
-                _seconds(parts.get("chain")),
-            ]
-        )
-    return lines
+        kernels = self.parts.get("kernels", {}).get("compared", {}) if size == 1 else {}
+        return [
+            *(self.name, str(size or "")),
+            *(_bytes(peaks(truth)), _bytes(peaks(runs)), same_memory(peaks(truth), peaks(runs))),
+            _losses(self.parts.get("losses true"), self.parts.get("losses emulated")),
+            *(_percent(own.get("durations")), _percent(own.get("starts"))),
+            *(_percent(own.get("computation"), "+"), str(own.get("left_out", ""))),
+            *(_percent(kernels.get("durations")), _percent(kernels.get("starts"))),
+            _sum(compared.get("true_transfers")),
+            _sum(compared.get("emulated_transfers")),
+            _percent(relative(recorded.get("step_ns"), middle(steps_of(truth))), "+"),
+        ]
+
+
+def steps_of(runs: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Their typical steps."""
+    return [one["step_ns"] for one in runs if one["step_ns"]]
+
+
+def middle(values: Sequence[float]) -> float | None:
+    """The median; None of nothing."""
+    return statistics.median(values) if values else None
+
+
+def host_cost(run: Mapping[str, Any]) -> tuple[float, float] | None:
+    """What issuing took the first rank's host: us an operation, and ms a step. None on CPUs."""
+    device = next((one["device"] for one in run.get("ranks", ()) if one.get("device")), None)
+    if device is None or not device["operations"]:
+        return None
+    time_ns = device["issuing_ns"]
+    return time_ns / device["operations"] / 1e3, time_ns / max(1, len(run["steps"])) / 1e6
+
+
+def same_memory(true: set[int], emulated: set[int]) -> str:
+    """How emulated peaks compare with true ones, in words."""
+    if not true or not emulated:
+        return ""
+    if true == emulated and len(true) == 1:
+        return "equal"
+    if emulated <= true:
+        return "equal to one of the true ones" if len(emulated) == 1 else "equal to true ones"
+    off = max((min((one - each for each in true), key=abs) for one in emulated), key=abs)
+    return f"{off:+,} bytes from the nearest"
 
 
 def peaks(runs: Iterable[Mapping[str, Any]]) -> set[int]:
@@ -241,14 +234,10 @@ def _sum(kinds: Mapping[str, float] | None) -> str:
     return "" if not kinds else f"{sum(kinds.values()):.3f}"
 
 
-def _seconds(chain: Mapping[str, Any] | None) -> str:
-    return "" if not chain else f"{sum(chain['wall'].values()):.0f}"
-
-
-def _losses(found: Mapping[str, Any] | None) -> str:
-    if not found:
+def _losses(true: Sequence[float] | None, emulated: Sequence[float] | None) -> str:
+    if not true or not emulated:
         return ""
-    pairs = zip(found["true"], found["emulated"], strict=True)
+    pairs = zip(true, emulated, strict=True)
     return f"{max((abs(other / one - 1) for one, other in pairs), default=0.0):.1e}"
 
 
@@ -274,13 +263,18 @@ def report(state: Mapping[str, Any]) -> str:
     lines = [f"{key}: {value}" for key, value in state["machine"].items()]
     if settings["meaningless"]:
         lines += ["", f"**TIMES MEAN NOTHING: {settings['meaningless']}**"]
-    found = [
-        row
+    known = [
+        Layout(name, settings["ranks"], layouts[name])
         for name in settings["layouts"]
-        for row in rows_of(name, layouts[name], settings["ranks"])
         if layouts[name]
     ]
-    lines += ["", *as_markdown(HEADS, found), ""]
+    for heads, line in ((TIMES, Layout.times), (MORE, Layout.rest)):
+        rows = [line(one, size) for one in known for size in one.sizes]
+        lines += ["", *as_markdown(heads, [[cell or "–" for cell in row] for row in rows])]
+    lines += ["", "–: not measured"]
+    if state.get("missing"):
+        lines.append(f"No time was left for: {', '.join(state['missing'])}")
+    lines.append("")
     for name in ("peers", "vanilla"):
         if others.get(name):
             lines += [name, "", *_plain_table(others[name]), ""]

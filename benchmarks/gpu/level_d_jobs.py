@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,17 +15,26 @@ MULTICAST_OFF = {
 }
 SIZES = {"0.3": (24, 16, 512), "1.3": (24, 32, 512), "3": (36, 40, 512), "tiny": (4, 4, 64)}
 """Billions of parameters -> layers, heads of 64, tokens a sequence."""
+SPREAD_OUT = ("0.3", "tiny")
+"""Sizes of which several jobs fit on a GPU."""
 
 
 def gpus_here() -> int:
     """GPUs that programs see."""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is not None:
-        return len([token for token in shown.split(",") if token])
+    if os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
+        return len(gpu_names())
     from prismreplay.collect.gpus import Nvml
 
     nvml = Nvml.load()
     return 0 if nvml is None else nvml.count()
+
+
+def gpu_names() -> list[str]:
+    """Their names in CUDA_VISIBLE_DEVICES."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None:
+        return [token for token in shown.split(",") if token]
+    return [str(number) for number in range(gpus_here())]
 
 
 def layouts_of(ranks: int) -> dict[str, list[str]]:
@@ -109,17 +117,18 @@ def made_up(ranks: int) -> list[str]:
 
 
 def machine() -> dict[str, str]:
-    """What it runs on."""
-    code = (
-        "import json, torch; cuda = torch.cuda; there = cuda.is_available();"
-        "print(json.dumps({'torch': torch.__version__, 'gpus': [cuda.get_device_name(n) for n in "
-        "range(cuda.device_count())], 'nccl': str(cuda.nccl.version()) if there else 'none'}))"
-    )
-    facts = json.loads(bounded((sys.executable, "-c", code), 60, {}))
+    """What it runs on; starts CUDA in this process."""
+    import torch
+
+    cuda = torch.cuda
+    gpus = [cuda.get_device_name(number) for number in range(cuda.device_count())]
+    if gpus:
+        torch.ones(1, device="cuda").item()
+    nccl = str(cuda.nccl.version()) if gpus else "none"
     switched = " ".join(f"{name}={os.environ[name]}" for name in MULTICAST_OFF)
     return {
-        "GPUs": f"{len(facts['gpus'])} {' / '.join(sorted(set(facts['gpus'])))}",
-        "torch": f"{facts['torch']}, NCCL {facts['nccl']}, Python {sys.version.split()[0]}",
+        "GPUs": f"{len(gpus)} {' / '.join(sorted(set(gpus)))}",
+        "torch": f"{torch.__version__}, NCCL {nccl}, Python {sys.version.split()[0]}",
         "CPU cores": str(os.cpu_count()),
         "NVLink multicast": f"off, in truth and emulation: {switched}",
     }

@@ -30,6 +30,8 @@ class Watch:
         self._torch = torch
         self._profiled_from = profiled_from
         self._profile: Any = None
+        base = getattr(torch._C, "_CudaEventBase", None)  # none in builds for CPUs
+        self._record = getattr(base, "record", None)
         self._events: list[Any] = []
         self._host_ns: list[int] = []
         self.kernels: dict[str, Any] | None = None
@@ -40,7 +42,8 @@ class Watch:
         if not self._torch.cuda.is_initialized():
             return
         event = self._torch.cuda.Event(enable_timing=True)
-        event.record()
+        # Past the recorder's hooks: to them it would be the program's, and end a piece of work.
+        self._record(event, self._torch.cuda.current_stream())
         self._events.append(event)
         if self._profiled_from is not None:
             self._take_profile(len(self._host_ns) - 1 - self._profiled_from)
