@@ -1,9 +1,15 @@
-"""Being asked to stop: like Ctrl-C, so that temporary files and workers go with the command."""
+"""Being asked to stop: like Ctrl-C, so that temporary files and workers go with the command.
+
+While a module is imported, KeyboardInterrupt may be lost: extension modules drop errors that they
+do not expect, or take them for a missing module, and the command would go on as if nothing had
+been asked of it. So it waits until the import is over.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -12,30 +18,82 @@ __all__ = ["stop_signals"]
 
 # A batch system's time limit, and a terminal that is closed. Windows has no SIGHUP.
 _STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+_IMPORTING = "<frozen importlib._bootstrap>"
+_LOOK_S = 0.01
+_LONGEST_IMPORT_S = 60.0
+"""A program that is an import itself would never be stopped otherwise."""
 
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """While the block runs, SIGTERM and SIGHUP raise KeyboardInterrupt in it.
+    """While the block runs, SIGTERM and SIGHUP raise KeyboardInterrupt in it, as Ctrl-C does.
 
-    Yields the numbers of the signals that came. Only the first counts; cleaning up is not
-    interrupted by the next. A signal that the caller ignores (`nohup`) or handles stays as it is.
+    Yields the numbers of the signals that came, without Ctrl-C. Only the first counts; cleaning up
+    is not interrupted by the next, other than Ctrl-C. A signal that the caller ignores (`nohup`)
+    or handles stays as it is.
     """
     stopped: list[int] = []
+    interruption = _Interruption()
 
-    def stop(number: int, _frame: FrameType | None) -> None:
-        stopped.append(number)
-        for other in previous:
-            signal.signal(other, signal.SIG_IGN)
-        raise KeyboardInterrupt
+    def stop(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT:
+            stopped.append(number)
+            for other in previous.keys() - {signal.SIGINT}:
+                signal.signal(other, signal.SIG_IGN)
+        interruption.come(frame)
 
     previous = {}
     if threading.current_thread() is threading.main_thread():
         for number in _STOPS:
             if signal.getsignal(number) is signal.SIG_DFL:
                 previous[number] = signal.signal(number, stop)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            previous[signal.SIGINT] = signal.signal(signal.SIGINT, stop)
     try:
         yield stopped
     finally:
+        interruption.forget()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+class _Interruption:
+    """KeyboardInterrupt, as soon as no module is being imported."""
+
+    def __init__(self) -> None:
+        self._until: float | None = None  # None: nothing is due
+
+    def come(self, frame: FrameType | None) -> None:
+        """Raise now, or look again soon."""
+        if not _is_importing(frame) or not self._can_wait():
+            raise KeyboardInterrupt
+        if self._until is None:
+            self._until = time.monotonic() + _LONGEST_IMPORT_S
+            signal.signal(signal.SIGALRM, self._look)
+            signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+
+    def forget(self) -> None:
+        """What has not been raised by now, is not."""
+        if self._until is not None:
+            self._until = None
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def _can_wait(self) -> bool:
+        if self._until is not None:
+            return time.monotonic() < self._until
+        # Windows has no timer; one that somebody else uses is theirs.
+        return hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+    def _look(self, _number: int, frame: FrameType | None) -> None:
+        if self._until is not None and (not _is_importing(frame) or not self._can_wait()):
+            self.forget()
+            raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORTING:
+            return True
+        frame = frame.f_back
+    return False

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +30,55 @@ def test_the_first_counts(number: signal.Signals) -> None:
         run()
     assert cleaned == [number]
     assert signal.getsignal(number) is signal.SIG_DFL
+
+
+# An extension module that drops what it does not expect, in Python.
+_DEAF = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), {number})
+    time.sleep(0.05)
+except BaseException:
+    pass
+imported = True
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_import_does_not_swallow_it(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deaf.py").write_text(_DEAF.format(number=int(number)))
+    monkeypatch.syspath_prepend(tmp_path)
+    before = signal.getsignal(number), signal.getsignal(signal.SIGALRM)
+    reached = []
+
+    def run() -> None:
+        with stop_signals():
+            reached.append(importlib.import_module("deaf").imported)
+            signal.pause()  # until what is due comes
+            reached.append(False)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    finally:
+        sys.modules.pop("deaf", None)
+    assert reached == [True]
+    assert (signal.getsignal(number), signal.getsignal(signal.SIGALRM)) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_an_import_that_takes_too_long_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "endless.py").write_text(
+        f"import os, time\nos.kill(os.getpid(), {int(signal.SIGTERM)})\ntime.sleep(60)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("prismtrace.signals._LONGEST_IMPORT_S", 0.05)
+    with pytest.raises(KeyboardInterrupt), stop_signals():
+        importlib.import_module("endless")
 
 
 def test_what_the_caller_ignores_stays_ignored() -> None:
