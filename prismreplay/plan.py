@@ -340,6 +340,10 @@ class PlannedWorld:
     # `round_`: which repetition of the last step it is, with the key of the operation in that
     # step; None: the key counts on.
 
+    def known_to(self, rank: int) -> list[Known]:
+        """The graph's operations of a sandbox rank."""
+        return [known for (_, member), known in self._known.items() if member == rank]
+
     def is_boundary(self, key: OpKey, rank: int, round_: int | None = None) -> bool:
         """Whether virtual ranks take part in this operation of a sandbox rank."""
         return self._find(key, rank, round_) is not None

@@ -34,7 +34,7 @@ import ctypes
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -208,6 +208,11 @@ class Advancer:
         self._load_kernels()
         if tail_ns is None:
             self.calibrate()
+
+    def prepare(self, codes: Iterable[Code]) -> None:
+        """Get codes ready before they are launched for the first time."""
+        for code in codes:
+            self._prepare(code)
 
     def begin(self, origin_ns: int, pair: ClockPair | None = None) -> None:
         """Count times from here on since `origin_ns` of CLOCK_MONOTONIC.

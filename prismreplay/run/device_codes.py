@@ -12,8 +12,9 @@ repeated, its operations find the codes of the step before.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -57,8 +58,11 @@ class _Numbers:
         self.is_junction: list[bool] = junction.tolist()
         self.repeated: list[bool] = repeated.tolist()
         self.back = 0 if repeat is None else max(0, int(repeat.steps_before.max(initial=0)))
-        self._fixed = np.where(junction, np.cumsum(junction), np.cumsum(shared)) - 1
-        self._ring = np.where(junction, np.cumsum(junction), np.cumsum(repeated)) - 1
+        # Lists: single numbers of arrays take long to get, and each launch gets some.
+        fixed_of = np.where(junction, np.cumsum(junction), np.cumsum(shared)) - 1
+        ring_of = np.where(junction, np.cumsum(junction), np.cumsum(repeated)) - 1
+        self._fixed: list[int] = fixed_of.tolist()
+        self._ring: list[int] = ring_of.tolist()
         fixed, ring = int(shared.sum()), int(repeated.sum())
         self._fixed_of: dict[tuple[int, int], int] = {}
         self._ring_of: dict[tuple[int, int], int] = {}
@@ -84,13 +88,13 @@ class _Numbers:
         vertex, round_ = place
         table = Table.OWN if self.is_junction[vertex] else Table.SHARED
         if round_ == 0:
-            return Slot(Kind.FIXED, table, int(self._fixed[vertex]), FIRST_LAP)
+            return Slot(Kind.FIXED, table, self._fixed[vertex], FIRST_LAP)
         if table is Table.SHARED and not self.repeated[vertex]:
             raise PlanError(
                 f"vertex {vertex} of the plan lies before the step that is repeated",
                 hint="operations of earlier steps happen once",
             )
-        return Slot(Kind.RING, table, int(self._ring[vertex]), now - round_)
+        return Slot(Kind.RING, table, self._ring[vertex], now - round_)
 
     def arrival(self, place: Place, rank: int, now: int) -> Slot:
         """Of a member's arrival at a vertex that several sandbox ranks meet at."""
@@ -177,16 +181,28 @@ class PlaceCodes:
         self._alone = all(rank in ranks for ranks in members.values()) and not any(
             len(ranks) > 1 for ranks in members.values()
         )
-        self._offsets: list[int] = boundary.edge_offsets.tolist()
-        self._sources, self._weights = boundary.edge_source, boundary.edge_weight_ns
+        self._sources, self._floors = _edges_of(boundary)
         self._queues: dict[Hashable, _Queue] = {}
         self._first = _Step()
         """Of all rounds in which codes are the same."""
+        self._ready: dict[Known, Code] = {}
+        """Of operations of the graph itself that depend on nothing of their queue."""
         self._loose: dict[Place, Slot] = {}
         self._loose_count = 0
 
+    def prepare(self, those: Iterable[Known]) -> list[Code]:
+        """Make codes before they are asked for, if they are the same in any queue; gives these."""
+        for known in those:
+            draft = _Draft(0)
+            arrivals = self._arrive(draft, known, 0, set(), Final.FIRST)
+            if not draft.sure:
+                self._ready[known] = self._encoded(arrivals, draft)
+        return list(self._ready.values())
+
     def code(self, known: Known, round_: int, queue: Hashable) -> Code:
         """Of an operation that arrives at some vertices; operations of a queue in their order."""
+        if round_ == 0 and not self._loose and (ready := self._ready.get(known)) is not None:
+            return ready
         at = self._queue(queue, round_)
         found = self._again(at, known)
         if found is not None:
@@ -392,12 +408,7 @@ class PlaceCodes:
 
     def _sources_of(self, place: Place) -> Iterator[tuple[Place, int]]:
         vertex, round_ = place
-        edges = slice(self._offsets[vertex], self._offsets[vertex + 1])
-        for source, weight in zip(
-            self._sources[edges].tolist(), self._weights[edges].tolist(), strict=True
-        ):
-            if source == ORIGIN:
-                continue
+        for source, weight in self._sources[vertex]:
             if self._repeat is None or self._numbers.is_junction[source]:
                 yield (source, round_), weight
                 continue
@@ -406,9 +417,22 @@ class PlaceCodes:
                 yield before, weight
 
     def _floor(self, place: Place) -> int | None:
-        edges = slice(self._offsets[place[0]], self._offsets[place[0] + 1])
-        from_origin = self._weights[edges][self._sources[edges] == ORIGIN]
-        return int(from_origin.max()) if len(from_origin) else None
+        return self._floors.get(place[0])
+
+
+def _edges_of(boundary: Boundary) -> tuple[list[list[tuple[int, int]]], dict[int, int]]:
+    """Sources of each vertex with their weights; and how long after the origin it is, if that counts."""
+    sources: list[list[tuple[int, int]]] = []
+    floors: dict[int, int] = {}
+    edges = zip(boundary.edge_source.tolist(), boundary.edge_weight_ns.tolist(), strict=True)
+    offsets = boundary.edge_offsets.tolist()
+    for vertex, (begin, end) in enumerate(pairwise(offsets)):
+        those = list(islice(edges, end - begin))
+        found = [weight for source, weight in those if source == ORIGIN]
+        if found:
+            floors[vertex] = max(found)
+        sources.append([one for one in those if one[0] != ORIGIN])
+    return sources, floors
 
 
 def _vertices(known: Known) -> list[int]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from prismreplay.plan import Plan
+from prismreplay.plugin.advance_code import Code
 from prismreplay.run.device_plan import DevicePlan, Program
 from prismreplay.run.device_work import DeviceWork
 from prismreplay.run.following import Placed
@@ -32,6 +33,9 @@ class Pacing(Protocol):
 
     def begin(self, origin_ns: int) -> None:
         """Count times from a moment of the host's monotonic clock."""
+
+    def prepare(self, codes: Iterable[Code]) -> None:
+        """Get codes ready that will be launched."""
 
     def arrive(self, program: Program | None, stream: int) -> int:
         """Note that a stream gets to an operation; its ticket."""
@@ -155,6 +159,7 @@ class PlanPacer:
     def _begin(self) -> Pacing:
         begun = time.monotonic_ns()
         made = self.make(self.plan)
+        made.prepare(self.plan.prepare())
         # Compiling and loading kernels has no counterpart on the cluster.
         self.starting_ns = time.monotonic_ns() - begun
         made.begin(self.origin_ns + self.starting_ns)
@@ -165,6 +170,11 @@ class PlanPacer:
         """What the device does for those that virtual ranks take part in."""
         plan = self.plan
         with self._lock:
+            if len(works) == 1:
+                placed = works[0].placed
+                if placed.skipping or not plan.is_boundary(placed.key, placed.round_):
+                    return []
+                return [self._program(placed, stream)]
             places = [
                 one
                 for one in (work.placed for work in works)

@@ -26,7 +26,8 @@ from prismreplay.run.device_codes import AHEAD, PlaceCodes
 __all__ = ["DevicePlan", "Program"]
 
 
-@dataclass(frozen=True, eq=False)
+# Never changed once made. Not frozen: each launch makes one.
+@dataclass(slots=True, eq=False)
 class Program:
     """What the device does for one operation.
 
@@ -34,13 +35,18 @@ class Program:
         code: see `prismreplay.plugin.advance_code`; the same object again when a step is repeated.
         round_: in which repetition of the last step it runs.
         transfer_ns: from when all are there to the end.
-        label: names the operation in messages.
+        keys: of the operations that are launched as one.
     """
 
     code: Code
     round_: int = 0
     transfer_ns: int = 0
-    label: str = ""
+    keys: tuple[OpKey, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Names the operation in messages."""
+        return " and ".join(map(_label, self.keys))
 
 
 def _label(key: OpKey) -> str:
@@ -81,6 +87,10 @@ class DevicePlan:
         """Whether virtual ranks take part in this operation."""
         return self._names.is_boundary(key, self.rank, round_)
 
+    def prepare(self) -> list[Code]:
+        """Make codes of the graph's operations before they are launched; gives these."""
+        return self._codes.prepare(self._names.known_to(self.rank))
+
     def program(
         self,
         key: OpKey,
@@ -101,18 +111,17 @@ class DevicePlan:
             PlanError: the plan does not know it.
         """
         known, round_ = self._names.located(key, self.rank, round_)
-        label = _label(key)
         if otherwise is None:
             self._go_on(round_)
             code = self._codes.code(known, round_, queue)
-            return Program(code, round_, known.transfer_ns, label)
+            return Program(code, round_, known.transfer_ns, (key,))
         other, later = self._names.located(otherwise[0], self.rank, otherwise[1])
         self._go_on(later)
         code = self._codes.doubtful(
             known, round_, (other, later), first_time=key not in self._after
         )
         self._after.add(key)
-        return Program(code, later, known.transfer_ns, label)
+        return Program(code, later, known.transfer_ns, (key,))
 
     def batch(self, keys: Sequence[tuple[OpKey, int | None]], *, queue: Hashable = None) -> Program:
         """What the device does for operations that are launched as one, such as a ring's send and
@@ -130,7 +139,7 @@ class DevicePlan:
         round_ = max(when for _, when in located)
         self._go_on(round_)
         code = self._codes.batch(located, queue)
-        return Program(code, round_, 0, " and ".join(_label(key) for key, _ in keys))
+        return Program(code, round_, 0, tuple(key for key, _ in keys))
 
     def _go_on(self, round_: int) -> None:
         if round_ > self._round:

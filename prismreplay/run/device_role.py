@@ -223,17 +223,17 @@ class DeviceRole(SandboxRole):
         """Put operations into a stream."""
         self._operations += len(works)
         ways = [self._way(work.op) for work in works]
-        for way in ways:
-            self._mirrored += way is MIRROR
-        computes = any(map(self._computes, works, ways))
+        self._mirrored += sum([way is MIRROR for way in ways])
+        busy = [
+            (work, way) for work, way in zip(works, ways, strict=True) if self._computes(work, way)
+        ]
         held = None
         if self._pacer is not None:
-            held = self._pacer.arrive(works, self._streams.handle(stream), computes=computes)
-        if computes:
+            held = self._pacer.arrive(works, self._streams.handle(stream), computes=bool(busy))
+        if busy:
             with self._streams.using(stream):
-                for work, way in zip(works, ways, strict=True):
-                    if self._computes(work, way):
-                        self._compute(work, way, stream)
+                for work, way in busy:
+                    self._compute(work, way, stream)
         if held is not None and self._pacer is not None:
             self._pacer.hold(held)
 
@@ -247,7 +247,7 @@ class DeviceRole(SandboxRole):
         op, inputs = work.op, work.inputs
         # As NCCL writes: autograd does not notice.
         outputs = [one.data for one in work.outputs]
-        pruned = self._together(op, way)
+        pruned = self._together(op, way) if self._pruned else None
         if pruned is not None:
             self._perform_together(pruned, work, outputs, way, stream)
         elif way is None:
@@ -261,7 +261,7 @@ class DeviceRole(SandboxRole):
 
     def _computes(self, work: DeviceWork, way: Way | None) -> bool:
         """Whether the device has something to do for an operation's result."""
-        if self._together(work.op, way) is not None:
+        if self._pruned and self._together(work.op, way) is not None:
             return way is not NOTHING
         return _computes(work, way)
 

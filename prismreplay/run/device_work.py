@@ -7,7 +7,7 @@ stream that is current then wait for its end. All others run on the program's cu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from prismreplay.run.device_spinning import DevicePace
 from prismreplay.run.device_streams import Streams
 from prismreplay.run.following import Placed
-from prismreplay.runtime.device_clock import StreamKey
+from prismreplay.runtime.device_clock import Mark, StreamKey
 from prismreplay.runtime.operations import Call, Op
 from prismreplay.runtime.shelves import Kept, Shelf
 
@@ -62,7 +62,7 @@ class DeviceWork:
         self.placed = placed
         self.inputs, self.outputs = tensors
         self.asynchronous = asynchronous
-        self.end: Any = None
+        self.end: Mark | None = None
         self.stream: StreamKey | None = None
         self.scratch: Any = None
         """Memory of torch's allocator that the backend would have for it."""
@@ -88,7 +88,7 @@ class DeviceWork:
 
     def done(self) -> bool:
         """True once the device is past it."""
-        return self.end is None or self._launcher.streams.done(self.end)
+        return self.end is None or self._launcher.is_past(self.end)
 
     def forget_tensors(self) -> None:
         """They are needed no more to launch it."""
@@ -97,7 +97,9 @@ class DeviceWork:
 
 
 class _Timeline(Protocol):
-    def ends_in(self, index: int, stream: StreamKey) -> None: ...
+    def began(self, index: int) -> Mark | None: ...
+
+    def end_in(self, those: Iterable[int], stream: StreamKey) -> Mark: ...
 
 
 class Launcher:
@@ -105,7 +107,8 @@ class Launcher:
 
     Args:
         streams: of the rank's device.
-        timeline: is told where operations end that have a stream of their own.
+        timeline: is told where operations end that have a stream of their own. Streams wait for
+            the marks that it has put there anyway.
         perform: puts the kernels of operations into a stream, which need not be current.
         pace: of the program; communication takes the time that it takes. None: there is but one.
     """
@@ -127,9 +130,7 @@ class Launcher:
 
     def launch(self, works: Sequence[DeviceWork]) -> None:
         """Start operations, as one."""
-        streams, shelf = self.streams, self._shelf(works[0].op)
-        shelf.issued()
-        current = streams.current()
+        current = self.streams.current()
         if not any(work.asynchronous for work in works):
             with self._at_its_own_pace():
                 self._perform(works, current)
@@ -138,29 +139,48 @@ class Launcher:
                 work.forget_tensors()
             return
         stream = self._stream_of(works[0].op)
-        begin = self._event()
-        streams.record(begin, current)
-        streams.wait(stream, begin)
-        self._events.append(begin)
+        self._let_begin(works, stream, current)
         self._perform(works, stream)
-        end = streams.new_event()
-        streams.record(end, stream)
-        over = partial(streams.done, end)
+        end = self._timeline.end_in([work.token for work in works], stream)
+        if end.event is None:  # the timeline has put nothing there
+            end = Mark(end.host_ns, stream, self.streams.new_event())
+            self.streams.record(end.event, stream)
+        shelf = self._shelf(works[0].op)
+        over = partial(self.is_past, end)
         for work in works:
             work.end, work.stream = end, stream
-            self._timeline.ends_in(work.token, stream)
-            if work.op.call in _MESSAGES:
-                streams.lend(stream, (*work.inputs, *work.outputs))
-            else:
-                work.kept = shelf.keep((work.inputs, work.outputs, work.scratch), over)
+            work.kept = shelf.keep((work.inputs, work.outputs, work.scratch), over)
             work.forget_tensors()
+
+    def _let_begin(
+        self, works: Sequence[DeviceWork], stream: StreamKey, current: StreamKey
+    ) -> None:
+        """Have a stream wait for what the program has put into its current one."""
+        begin: Any = None
+        if works[0].op.batch is None and (mark := self._timeline.began(works[0].token)) is not None:
+            begin = mark.event if mark.stream == current else None
+        if begin is not None:
+            self.streams.wait(stream, begin)
+            return
+        own = self._events.pop() if self._events else self.streams.new_event()
+        self.streams.record(own, current)
+        self.streams.wait(stream, own)
+        # Events that streams wait for can be recorded again at once: waits were told before.
+        self._events.append(own)
+
+    def is_past(self, end: Mark) -> bool:
+        """Whether the device is past the end of an operation."""
+        event = end.event  # taken off it once it is known when that was
+        return event is None or self.streams.done(event)
 
     def wait(self, work: DeviceWork) -> None:
         """Have the current stream wait for an operation; of a barrier, the host."""
         current = self.streams.current()
         if work.end is not None and work.stream != current:
-            with self._at_its_own_pace():
-                self.streams.wait(current, work.end)
+            event = work.end.event
+            if event is not None:
+                with self._at_its_own_pace():
+                    self.streams.wait(current, event)
         if work.op.call is Call.BARRIER:
             self.streams.synchronize(current)
 
@@ -182,7 +202,3 @@ class Launcher:
         if shelf is None:
             shelf = self._shelves[op.group.key] = Shelf(looks=True)
         return shelf
-
-    def _event(self) -> Any:
-        """Events that streams wait for can be recorded again at once: waits were told before."""
-        return self._events.pop() if self._events else self.streams.new_event()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from prismreplay.runtime.device_clock import DeviceClock, Devices, Mark, StreamKey
@@ -155,7 +155,7 @@ class Timeline:
         """Mark the end of a communication on the backend's stream.
 
         The backend gives its references to the tensors up once a stream waits, and ours does so
-        early: whoever calls this keeps them (`prismreplay.runtime.shelves`).
+        early: whoever calls this keeps them (`prismreplay.runtime.shelves`). Call it while `ready`.
 
         Args:
             index: of the communication.
@@ -167,7 +167,7 @@ class Timeline:
 
     def follow_all(self, those: Sequence[int], work: Any, queue: Hashable, device: int) -> None:
         """As `follow`, for several that were launched as one."""
-        if work is None or self._broken or not self._seam.ready():
+        if work is None or self._broken:
             return
         follower = self._follower(queue, device)
         if follower is None:
@@ -183,12 +183,19 @@ class Timeline:
             if entry is not None:
                 entry.end = mark
 
-    def ends_in(self, index: int, stream: StreamKey) -> None:
-        """A stream of ours performs a communication; all that it takes was put there."""
-        mark = self.mark(stream)
+    def began(self, index: int) -> Mark | None:
+        """Where the program issued a communication; None once it has waited for that."""
         entry = self._open.get(index)
-        if entry is not None:
-            entry.end = mark
+        return None if entry is None else entry.begin
+
+    def end_in(self, those: Iterable[int], stream: StreamKey) -> Mark:
+        """A stream of ours performs communications; all that they take was put there."""
+        mark = self.mark(stream)
+        for index in those:
+            entry = self._open.get(index)
+            if entry is not None:
+                entry.end = mark
+        return mark
 
     def _follower(self, queue: Hashable, device: int) -> StreamKey | None:
         key = (queue, device)

@@ -115,6 +115,9 @@ class FakePacing:
     def begin(self, origin_ns):
         self.origin_ns = origin_ns
 
+    def prepare(self, codes):
+        self.prepared = list(codes)
+
     def now(self):
         return time.monotonic_ns() - self.origin_ns - self.debt_ns
 
