@@ -42,12 +42,14 @@ __all__ = [
     "ValidationError",
 ]
 
+_HINT = "hint: "
+
 
 class PrismError(Exception):
     """Base of all errors raised on purpose.
 
     `str(error)` is one line: the message and, in brackets, the place. Where nothing better is
-    known when it is raised, the hint is the `usual_hint` of the class.
+    known when it is raised, the hint is the `usual_hint` of the class; a traceback ends with it.
     """
 
     code: ClassVar[str] = "prism"
@@ -58,6 +60,17 @@ class PrismError(Exception):
         self.message = message
         self.where = where
         self.hint = hint if hint is not None else self.usual_hint
+
+    @property
+    def hint(self) -> str | None:
+        """The next thing to do."""
+        return self._hint
+
+    @hint.setter
+    def hint(self, hint: str | None) -> None:
+        self._hint = hint
+        notes = [note for note in getattr(self, "__notes__", ()) if not note.startswith(_HINT)]
+        self.__notes__ = [*notes, *([f"{_HINT}{hint}"] if hint else [])]
 
     def __str__(self) -> str:
         return f"{self.message} [{self.where}]" if self.where else self.message

@@ -62,6 +62,8 @@ BESIDE_KEY = "prismtrace_beside"
 GAP_COLUMN = "gap_ns"
 """In such a file: the lag of all dependencies of a row, instead of a list of them."""
 
+_SHOWN_GROUPS = 6
+
 ROW_GROUP_ROWS = 256 * 1024
 """Small enough that reading one rank of a big trace skips most of the file."""
 
@@ -86,6 +88,13 @@ class GroupTable:
     """The header's process groups: one after the other, or as a table."""
 
     header: TraceHeader
+
+    def __repr__(self) -> str:
+        """How many, and the first of them: the header says much more than was asked for."""
+        groups = self.header.groups
+        shown = ", ".join(f"{group.id}: {group.name!r}" for group in groups[:_SHOWN_GROUPS])
+        more = f", ... {len(groups) - _SHOWN_GROUPS} more" if len(groups) > _SHOWN_GROUPS else ""
+        return f"<{len(groups)} process groups: {shown}{more}; as a table: .df>"
 
     def __iter__(self) -> Iterator[ProcessGroup]:
         return iter(self.header.groups)

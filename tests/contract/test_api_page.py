@@ -13,7 +13,7 @@ HEAD = """# Python API
 
 Generated from the code: the public names of the packages, their signatures and what they are for.
 Names with more to say lead to it; it is what `help(prismcalib.merge)` says, too. Paths may be `str`
-or `Path`.
+or `Path`; a `source` is a trace that is open, or the path of one.
 """
 
 

@@ -6,6 +6,7 @@ import ast
 import importlib
 import pickle
 import re
+import traceback
 
 import pytest
 
@@ -89,3 +90,16 @@ def test_errors_survive_pickling():
             "row 3",
             "mend it",
         )
+
+
+def test_a_traceback_ends_with_the_hint():
+    error = PrismError("it broke", hint="mend it")
+    error.add_note("in a worker")
+    error.hint = "mend that"
+    told = traceback.format_exception(error)
+    assert told[-3:] == [
+        "prismtrace.errors.PrismError: it broke\n",
+        "in a worker\n",
+        "hint: mend that\n",
+    ]
+    assert traceback.format_exception(pickle.loads(pickle.dumps(error)))[-1] == told[-1]

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import polars as pl
 import pytest
@@ -20,6 +21,7 @@ from prismtrace.errors import (
     ValidationError,
 )
 from prismtrace.output import atomic_output
+from prismtrace.schema import ProcessGroup
 from prismtrace.trace import METADATA_KEY, Trace, node_schema, open_trace, write, write_nodes
 from prismtrace.validation import validate
 
@@ -266,6 +268,13 @@ def test_a_trace_is_shown_in_a_line(job, tmp_path):
     assert repr(pt.open(tmp_path / "a.parquet")).endswith(
         "1 process groups, " + str(tmp_path / "a.parquet>")
     )
+
+
+def test_groups_are_shown_in_a_line(job):
+    assert repr(job.groups) == "<1 process groups: 0: 'world'; as a table: .df>"
+    many = [ProcessGroup(id=n, name=f"g{n}", ranks=(0, 1)) for n in range(9)]
+    told = repr(replace(job, header=job.header.model_copy(update={"groups": tuple(many)})).groups)
+    assert told.endswith("5: 'g5', ... 3 more; as a table: .df>")
 
 
 def test_groups_as_a_table(job):
