@@ -34,9 +34,27 @@ _set_stream: Any = getattr(torch._C, "_cuda_setStream", None)  # noqa: SLF001
 _captures: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)  # noqa: SLF001
 
 
+def _is_in_use() -> bool:
+    """Whether the program uses a device."""
+    global _in_use  # noqa: PLW0603  once it does, it always will
+    _in_use = _in_use or torch.cuda.is_initialized()
+    return _in_use
+
+
+def _forget_use() -> None:
+    """A process that is forked off, such as a data loader's worker, cannot use what its parent does."""
+    global _in_use  # noqa: PLW0603
+    _in_use = False
+
+
+_in_use = False
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_use)
+
+
 def current_stream() -> StreamKey | None:
     """This thread's current stream; None while the program uses no device."""
-    if not torch.cuda.is_initialized():
+    if not (_in_use or _is_in_use()):
         return None
     return _stream_of(_device())  # type: ignore[no-any-return]
 
@@ -58,7 +76,7 @@ class CudaDevices:
 
     def ready(self) -> bool:
         """A device is in use, and the current stream is not being captured into a graph."""
-        return bool(torch.cuda.is_initialized() and not _captures())
+        return (_in_use or _is_in_use()) and not _captures()
 
     def current(self) -> StreamKey:
         """The current stream of this thread."""

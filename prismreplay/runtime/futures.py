@@ -38,8 +38,7 @@ class PendingFuture(torch.futures.Future):  # type: ignore[misc]
         *,
         ready: Callable[[], bool] | None = None,
     ) -> None:
-        devices = {tensor.device for tensor in outputs if tensor.device.type != "cpu"}
-        super().__init__(devices=sorted(devices, key=str))
+        super().__init__(devices=_devices_of(outputs))
         self._finish: Callable[[], Any] | None = finish
         self._ready = ready
         self._followers: list[Callable[[], None]] = []
@@ -115,6 +114,12 @@ class PendingFuture(torch.futures.Future):  # type: ignore[misc]
             follower()
         else:
             self._followers.append(follower)
+
+
+def _devices_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """Devices that streams may have to wait on."""
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    return sorted(devices, key=str) if len(devices) > 1 else list(devices)
 
 
 class FutureQueue:

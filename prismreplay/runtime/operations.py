@@ -84,11 +84,11 @@ class Group:
     backend: str
     generation: int = 0
     desc: str = ""
+    key: str = field(init=False, repr=False)
+    """Unique in a run: the same on all members. Each operation asks several times."""
 
-    @property
-    def key(self) -> str:
-        """Unique in a run: the same on all members."""
-        return f"{self.generation}/{self.name}"
+    def __post_init__(self) -> None:
+        self.key = f"{self.generation}/{self.name}"
 
     @property
     def label(self) -> str:

@@ -25,6 +25,8 @@ __all__ = ["calling_line", "payload_bytes", "plain", "reduction", "spec_of"]
 
 Tensor = Any
 
+_KNOWN = 4096
+"""Shapes that are remembered: programs repeat theirs in every step."""
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _DTYPES: dict[Any, DType] = {
     getattr(torch, dtype.value): dtype for dtype in DType if hasattr(torch, dtype.value)
@@ -69,16 +71,22 @@ def spec_of(tensor: Tensor) -> TensorSpec:
     Raises:
         UnsupportedOperationError: no such element type in traces (quantized types).
     """
-    dtype = _DTYPES.get(tensor.dtype)
-    if dtype is None:
+    return _spec(tensor.shape, tensor.dtype)
+
+
+@functools.lru_cache(_KNOWN)
+def _spec(shape: Sequence[int], dtype: Any) -> TensorSpec:
+    known = _DTYPES.get(dtype)
+    if known is None:
         raise UnsupportedOperationError(
-            f"communication of {tensor.dtype} elements", where=f"shape={tuple(tensor.shape)}"
+            f"communication of {dtype} elements", where=f"shape={tuple(shape)}"
         )
-    return TensorSpec(tuple(tensor.shape), dtype)
+    return TensorSpec(tuple(shape), known)
 
 
+@functools.lru_cache(_KNOWN)
 def payload_bytes(
-    call: Call, size: int, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+    call: Call, size: int, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
 ) -> int:
     """Payload as nccl-tests counts it: what the whole group ends up with or starts from.
 
@@ -100,8 +108,9 @@ def payload_bytes(
     return sum(spec.nbytes for spec in inputs)
 
 
-_REDUCTIONS = {
-    getattr(torch.distributed.ReduceOp.RedOpType, op.name): op
+# By number: torch's own names for them are new objects each time, which are slow to compare.
+_REDUCTIONS: dict[Any, ReduceOp] = {
+    getattr(torch.distributed.ReduceOp.RedOpType, op.name).value: op
     for op in ReduceOp
     if hasattr(torch.distributed.ReduceOp.RedOpType, op.name)
 }
@@ -117,7 +126,7 @@ def reduction(op: Any) -> tuple[ReduceOp, float | None]:
         UnsupportedOperationError: a reduction that traces do not know.
     """
     value = getattr(op, "op", op)
-    known = _REDUCTIONS.get(value)
+    known = _REDUCTIONS.get(getattr(value, "value", None))
     if known is None:
         raise UnsupportedOperationError(f"reduction {value}")
     if known is not ReduceOp.PREMUL_SUM:
