@@ -5,7 +5,8 @@
 Prints what torch's allocator has given out, in blocks (allocated) and as asked for (requested: without
 what blocks are larger), after each action: an all-reduce that is waited for by a future, as DDP does, and
 communications after it, at once or 0.3 s later; and steps of DDP around the one in which it makes new
-buckets. Lines that differ are marked. At most 60 s.
+buckets. Two plain runs are beside the recorded one: where these two differ (~), a thread of torch's that looks ten
+times a second decides; where the recorded one is like neither and they are alike, there is a star. At most 60 s.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         calls = {
             "plain": ([__file__], {**plain, "MASTER_PORT": "29771"}),
+            "plain again": ([__file__], {**plain, "MASTER_PORT": "29772"}),
             "recorded": ([*record, f"{name}/run.parquet", "--", __file__], {}),
         }
         running = {
@@ -126,12 +128,25 @@ def main() -> None:
             # `record` may put a rank before each line.
             lines = [line.partition("HELD ")[2].split() for line in said.splitlines()]
             told[way] = {words[0]: [int(one) for one in words[1:]] for words in lines if words}
-    print("allocated now, peak; requested now, peak: plain | recorded less plain")
+    print(
+        "allocated now, peak; requested now, peak: plain | plain again less plain | recorded less plain"
+    )
+    stars = 0
     for what, held in told["plain"].items():
-        other = told["recorded"].get(what)
-        less = "?" if other is None else [one - was for one, was in zip(other, held, strict=True)]
-        mark = " " if other == held else "*"
+        again, recorded = (told[way].get(what) for way in ("plain again", "recorded"))
+        mark = "~" if again != held else " " if recorded == held else "*"
+        stars += mark == "*"
+        less = f"{_less(again, held)} | {_less(recorded, held)}"
         print(f"{mark} {what:<55} {' '.join(map(str, held))} | {less}", flush=True)
+    print(f"{stars} lines in which plain runs are alike and the recorded one is not")
+
+
+def _less(other, held) -> str:
+    """Differences, in short."""
+    if other is None:
+        return "?"
+    differences = [one - was for one, was in zip(other, held, strict=True)]
+    return " ".join(f"{one:+d}" for one in differences) if any(differences) else "="
 
 
 if __name__ == "__main__":
