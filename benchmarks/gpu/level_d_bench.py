@@ -230,7 +230,7 @@ class Bench(Parts):
 
     def peers(self) -> list[dict[str, Any]]:
         """Rings over peer memory, and NCCL."""
-        words = [str(HERE / "ring_peers.py"), "--out", str(self.work)]
+        words = [str(HERE / "ring_peers.py"), "--out", str(self.work), "--ranks"]
         self.runner.job(words, self.gpus, min(120, self.left_s()), {})
         rows = json.loads((self.work / "ring_peers.json").read_text())
         return [row for row in rows if row.get("K", row.get("nccl")) == self.ranks][:RING_ROWS]

@@ -6,6 +6,7 @@ A fresh interpreter that imports torch, polars and numba takes 5 to 10 s, and le
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -88,7 +89,14 @@ class Runner:
         for one in files:
             one.unlink(missing_ok=True)
         fork = warm.start(what, run, output=files[0], errors=files[1], environment=variables)
-        code = wait(fork, limit_s)
+        code = "interrupted"
+        try:
+            code = wait(fork, limit_s)
+        finally:
+            if code:
+                # Ranks that it has forked, too, which nobody waits for now.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(fork.pid, signal.SIGKILL)
         out, err = (one.read_text(errors="replace") for one in files)
         if code:
             raise RuntimeError(f"{what}\n{out[-2000:]}\n{err[-6000:].strip()}\n{code}")

@@ -24,19 +24,19 @@ CUT_S = 20
 COLD = 1.8
 """A part takes so many times as long with fresh interpreters."""
 EXPECTED_S = {
-    "collect": 18.0,
+    "collect": 16.0,
     "losses emulated": 18.0,
-    "losses true": 14.0,
+    "losses true": 12.0,
     "table": 14.0,
-    "slices": 16.0,
-    "true": 11.0,
-    "emulated": 12.0,
-    "record": 15.0,
+    "slices": 14.0,
+    "true": 9.0,
+    "emulated": 11.0,
+    "record": 12.0,
     "compare": 2.0,
-    "kernels": 30.0,
-    "peers": 45.0,
-    "kineto": 45.0,
-    "vanilla": 70.0,
+    "kernels": 24.0,
+    "peers": 30.0,
+    "kineto": 40.0,
+    "vanilla": 60.0,
 }
 """Seconds that a part of a kind takes before one of the kind was measured (0.3 billion parameters, 2 GPUs)."""
 

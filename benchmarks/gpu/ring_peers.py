@@ -75,14 +75,18 @@ def nccl_case(size_bytes, world):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    out = parser.parse_args().out
+    parser.add_argument(
+        "--ranks", type=int, nargs="*", default=[8, 32, 128], help="beside all GPUs"
+    )
+    options = parser.parse_args()
+    out = options.out
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rows = []
     for size_bytes in (MIB, 16 * MIB, 256 * MIB):
         rows.append(nccl_case(size_bytes, world))
-        for size in sorted({world, 8, 32, 128}):
+        for size in sorted({world, *options.ranks}):
             for channels in (8, 16, 32):
                 rows.append(ring_case(size, size_bytes, Layout(channels=channels), rank, world))
                 if rank == 0:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
 import time
 from argparse import Namespace
+from pathlib import Path
 
 import polars as pl
 import pytest
@@ -15,6 +18,7 @@ import prismtrace as pt
 from benchmarks.gpu.fidelity_multi import forget_lost, plan, settings_of
 from benchmarks.gpu.level_d import compare_kernels, report, same_memory, typical
 from benchmarks.gpu.level_d_bench import Bench
+from benchmarks.gpu.level_d_forks import Runner
 from benchmarks.gpu.level_d_jobs import bounded, layouts_of, made_up, model_of, sandbox_sizes
 from benchmarks.gpu.level_d_parts import EXPECTED_S, Part, Stage
 from benchmarks.gpu.level_d_traces import compare_pieces, transfers
@@ -151,6 +155,29 @@ def test_commands_are_bounded():
         bounded(("false",), 30, {})
     with pytest.raises(RuntimeError, match="ended after 0 s"):
         bounded(("sleep", 60), 0.05, {})
+
+
+def test_forks_give_what_they_print_and_leave_nobody_behind(tmp_path):
+    runner = Runner("some", tmp_path)
+    assert runner.fork("part", lambda: os.write(1, b"3") - 1, 30) == "3"
+    with pytest.raises(RuntimeError, match="exit code 4"):
+        runner.fork("part", lambda: sys.exit(4), 30)
+
+    def run():
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            time.sleep(60)
+        (tmp_path / "pid").write_text(str(pid))
+        time.sleep(60)
+
+    with pytest.raises(RuntimeError, match="ended after 1 s"):
+        runner.fork("part", run, 1.0)
+    status = Path("/proc", (tmp_path / "pid").read_text(), "status")
+    until = time.monotonic() + 20
+    while status.exists() and "(zombie)" not in status.read_text():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_results_of_another_machine_count_but_not_its_files(tmp_path):
