@@ -1,4 +1,4 @@
-"""Second pass of a conversion: what matching found goes into the nodes of each rank."""
+"""Second pass of a conversion: what matching found goes beside the nodes of each rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 
 from prismtrace.converters.groups import GroupKey
@@ -18,55 +19,66 @@ __all__ = ["complete_nodes", "one_after_another"]
 
 
 def complete_nodes(
-    trace: RankTrace,
-    assignment: Assignment,
+    traces: Sequence[RankTrace],
+    assignments: Mapping[int, Assignment],
     ids: Mapping[GroupKey, int],
     streams: Mapping[str, int],
     folder: Path,
-) -> Path:
-    """Add id, rank, group, seq and partner to one rank's nodes; the file of the whole.
+) -> pl.LazyFrame:
+    """The nodes of all ranks with id, rank, group, seq and partner.
 
-    It takes the place of the nodes' file where that one is in `folder`; else it is kept.
+    The files of the ranks stay as they are. What is new has a file of its own for each rank, in
+    `folder`, with as many rows: side by side they are the whole, and only that is written.
     """
-    whole = folder / f"{trace.rank}.whole.parquet"
-    if trace.nodes.parent == folder:
-        whole = trace.nodes
-    lost = [
-        comm.kind.is_p2p and peer is None
+    nodes = one_after_another([trace.nodes for trace in traces])
+    found = one_after_another(
+        [_write_matched(trace, assignments[trace.rank], ids, folder) for trace in traces]
+    )
+    return (
+        pl.concat([nodes, found], how="horizontal")
+        .with_columns(
+            id=node_ids(pl.col("rank"), pl.col("index")),
+            real=pl.lit(value=True),
+            stream=pl.col("stream").replace_strict(dict(streams), return_dtype=pl.Int16),
+            bytes=pl.coalesce("nbytes", "bytes"),
+            kind=pl.when(pl.col("lost"))
+            .then(pl.lit(Kind.OTHER_COMM.value))
+            .otherwise(pl.col("kind")),
+        )
+        .drop("nbytes", "lost")
+    )
+
+
+def _write_matched(
+    trace: RankTrace, assignment: Assignment, ids: Mapping[GroupKey, int], folder: Path
+) -> Path:
+    """What matching found for a rank, a row for each of its nodes; `index` counts these."""
+    path = folder / f"{trace.rank}.matched.parquet"
+    place = trace.comms.index
+    lost = np.zeros(trace.rows, dtype=np.bool_)
+    lost[place] = [
+        peer is None and comm.kind.is_p2p
         for comm, peer in zip(trace.comms.comm, assignment.peer, strict=True)
     ]
-    matched = pl.DataFrame(
-        {
-            "index": pl.Series(trace.comms.index, dtype=pl.Int32),
-            "group": [None if key is None else ids[key] for key in assignment.group],
-            "seq": assignment.seq,
-            "peer": assignment.peer,
-            "nbytes": assignment.nbytes,
-            "lost": lost,
-        },
-        schema_overrides={
-            "group": pl.Int32,
-            "seq": pl.Int64,
-            "peer": pl.Int32,
-            "nbytes": pl.Int64,
-            "lost": pl.Boolean,
-        },
-    )
-    nodes = pl.read_parquet(trace.nodes, glob=False).join(
-        matched, on="index", how="left", maintain_order="left"
-    )
-    rank = pl.lit(trace.rank, dtype=pl.Int32)
-    nodes.with_columns(
-        id=node_ids(rank, pl.col("index")),
-        rank=rank,
-        real=pl.lit(value=True),
-        stream=pl.col("stream").replace_strict(dict(streams), return_dtype=pl.Int16),
-        bytes=pl.coalesce("nbytes", "bytes"),
-        kind=pl.when(pl.col("lost").fill_null(value=False))
-        .then(pl.lit(Kind.OTHER_COMM.value))
-        .otherwise(pl.col("kind")),
-    ).drop("nbytes", "lost").write_parquet(whole, compression="lz4")
-    return whole
+    columns: dict[str, tuple[list[int | None], type[pl.DataType]]] = {
+        "group": ([None if key is None else ids[key] for key in assignment.group], pl.Int32),
+        "seq": (assignment.seq, pl.Int64),
+        "peer": (assignment.peer, pl.Int32),
+        "nbytes": (assignment.nbytes, pl.Int64),
+    }
+    pl.DataFrame(
+        [
+            pl.Series("rank", [trace.rank], dtype=pl.Int32).new_from_index(0, trace.rows),
+            pl.Series("lost", lost),
+            *(
+                pl.Series(name, [None], dtype=dtype)
+                .new_from_index(0, trace.rows)
+                .scatter(place, pl.Series(values, dtype=dtype))
+                for name, (values, dtype) in columns.items()
+            ),
+        ]
+    ).write_parquet(path, compression="lz4")
+    return path
 
 
 def one_after_another(paths: Sequence[Path]) -> pl.LazyFrame:

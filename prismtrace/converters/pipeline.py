@@ -16,7 +16,7 @@ from typing import Any
 
 from prismtrace import __version__
 from prismtrace.converters.archives import naming_members
-from prismtrace.converters.completing import complete_nodes, one_after_another
+from prismtrace.converters.completing import complete_nodes
 from prismtrace.converters.first_pass import (
     read_files,
     read_kept,
@@ -226,11 +226,8 @@ def convert(
         header = _header(traces, sources, world_size, table, counts, repairs)
         streams = {label: number for number, label in header.streams.items()}
         with disk_errors(target):
-            whole = [
-                complete_nodes(trace, assignments[trace.rank], ids, streams, folder)
-                for trace in traces
-            ]
-            write_nodes(header, one_after_another(whole), target)
+            whole = complete_nodes(traces, assignments, ids, streams, folder)
+            write_nodes(header, whole, target)
     drop_kept(target)
     return _report(target, header, traces, counts, repairs)
 

@@ -48,7 +48,7 @@ GROUP_FILE = "comm_group.json"
 """Name of the file that lists the ranks of each group."""
 
 _VERSION = "0.0.4"  # of the schema
-_COMM_TYPE = {kind: number for number, kind in reversed(COLLECTIVES.items())}
+_COMM_TYPE = {kind: COLLECTIVES.index(kind) for kind in COLLECTIVES}
 _COLUMNS = [
     "rank", "index", "kind", "name", "stream", "batch", "step", "microbatch", "chunk", "phase",
     "group", "seq", "peer", "bytes", "dtype", "reduce_op", "start_ns", "dur_ns", "deps", "xdeps",

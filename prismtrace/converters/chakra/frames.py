@@ -106,7 +106,7 @@ def _whole_frames(
             continue
         begins, ends, at, stopped, needed = _cut(pending, where)
         if begins:
-            yield bytes(pending[:at]), np.array(begins, np.int64), np.array(ends, np.int64)
+            yield _piece(pending, begins, ends, at)
         del pending[:at]
         least = max(_BLOCK_BYTES, needed)
         if stopped:
@@ -114,11 +114,18 @@ def _whole_frames(
     if not stopped:
         begins, ends, at, stopped, _ = _cut(pending, where)
         if begins:
-            yield bytes(pending[:at]), np.array(begins, np.int64), np.array(ends, np.int64)
+            yield _piece(pending, begins, ends, at)
         counts["truncated"] += at < len(pending) and not stopped
     if stopped:
         # Readers take an empty frame for the end of the file.
         counts["empty-frame"] += 1
+
+
+def _piece(
+    pending: bytearray, begins: list[int], ends: list[int], size: int
+) -> tuple[bytes, Ints, Ints]:
+    with memoryview(pending) as view:
+        return bytes(view[:size]), np.array(begins, np.int64), np.array(ends, np.int64)
 
 
 def _cut(data: bytearray, where: str) -> tuple[list[int], list[int], int, bool, int]:

@@ -23,19 +23,19 @@ __all__ = ["COLLECTIVES", "WORLD", "Meaning", "meanings"]
 WORLD = "0"
 """Name of the group of all ranks: readers of Chakra traces take it, or no name, for that."""
 
-COLLECTIVES: dict[int, Kind] = {
-    0: Kind.ALL_REDUCE,
-    1: Kind.REDUCE,
-    2: Kind.ALL_GATHER,
-    3: Kind.GATHER,
-    4: Kind.SCATTER,
-    5: Kind.BROADCAST,
-    6: Kind.ALL_TO_ALL,
-    7: Kind.REDUCE_SCATTER,
-    8: Kind.REDUCE_SCATTER,  # in blocks of equal size
-    9: Kind.BARRIER,
-}
-"""Number of a collective (``comm_type``) -> kind."""
+COLLECTIVES = (
+    Kind.ALL_REDUCE,
+    Kind.REDUCE,
+    Kind.ALL_GATHER,
+    Kind.GATHER,
+    Kind.SCATTER,
+    Kind.BROADCAST,
+    Kind.ALL_TO_ALL,
+    Kind.REDUCE_SCATTER,
+    Kind.REDUCE_SCATTER,  # in blocks of equal size
+    Kind.BARRIER,
+)
+"""Kinds by the number of a collective (``comm_type``)."""
 
 _KINDS = list(Kind)
 _CODE = {kind: code for code, kind in enumerate(_KINDS)}
@@ -80,7 +80,7 @@ def meanings(
     count = len(nodes)
     kind, told = _kinds(nodes, patterns, counts)
     kind, told = kind[position], told[position]
-    is_comm = ~np.isin(kind, [_CODE[Kind.COMPUTE], _CODE[Kind.MEMCPY]])
+    is_comm = (kind != _CODE[Kind.COMPUTE]) & (kind != _CODE[Kind.MEMCPY])
     size = known(nodes.numbers.get("comm_size"), count)[position]
     memory = known(nodes.numbers.get("tensor_size"), count)[position]
     size = np.where(is_comm, size, np.where(kind == _CODE[Kind.MEMCPY], memory, -1))
@@ -118,8 +118,8 @@ def _kinds(nodes: ChakraNodes, patterns: CommPatterns, counts: Counter[str]) -> 
     comm_type = nodes.numbers.get("comm_type", np.full(count, UNKNOWN, dtype=np.int64))
     on_cpu = known(nodes.numbers.get("is_cpu_op"), count) == 1
     kind[collective] = _CODE[Kind.OTHER_COMM]
-    for number, meant in COLLECTIVES.items():
-        kind[collective & (comm_type == number)] = _CODE[meant]
+    numbered = np.flatnonzero(collective & (comm_type >= 0) & (comm_type < len(COLLECTIVES)))
+    kind[numbered] = np.array([_CODE[meant] for meant in COLLECTIVES])[comm_type[numbered]]
     comms = collective | np.isin(nodes.type, [NodeType.COMM_SEND, NodeType.COMM_RECV])
     # PyTorch's calls of a collective are nodes beside the collective itself.
     calls = comms & on_cpu

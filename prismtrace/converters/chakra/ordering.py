@@ -10,11 +10,10 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from dataclasses import dataclass
-from itertools import chain, islice
 
 import numpy as np
 
-from prismtrace.converters.chakra.nodes import UNKNOWN, ChakraNodes
+from prismtrace.converters.chakra.nodes import ChakraNodes
 from prismtrace.converters.chakra.wire import Bools, Ints
 from prismtrace.errors import InputFileError
 
@@ -31,10 +30,13 @@ class Edges:
     @classmethod
     def of(cls, node: Ints, dep: Ints, count: int) -> Edges:
         """Sorted and without repetition; `count` is the number of nodes."""
+        both = node * count
+        both += dep
+        if (both[1:] > both[:-1]).all():
+            return cls(node, dep)
         # Nearly sorted already: a stable sort takes one pass over what is.
-        both = np.sort(node * count + dep, kind="stable")
-        if len(both):
-            both = both[np.concatenate([[True], both[1:] != both[:-1]])]
+        both.sort(kind="stable")
+        both = both[np.concatenate([[True], both[1:] != both[:-1]])]
         node = both // max(count, 1)
         return cls(node, both - node * count)
 
@@ -126,7 +128,7 @@ class _Places:
         """Positions of both ends, without edges to nodes that are not in the file."""
         if self._plain:
             there = (dep >= 0) & (dep < self._count)
-            return owner[there], dep[there]
+            return (owner, dep) if there.all() else (owner[there], dep[there])
         at = np.minimum(np.searchsorted(self._ids, dep), self._count - 1)
         there = self._ids[at] == dep
         return owner[there], self._order[at[there]]
@@ -270,42 +272,73 @@ def lay_out(edges: Edges, dur: Ints) -> Ints:
         edges: between positions in order.
         dur: durations, not negative; the starts are in their unit.
     """
+    end = np.zeros(len(dur), dtype=np.int64)
+    # A part at a time, since Python's numbers take several times the memory.
+    for first in range(0, len(dur), _PART_NODES):
+        last = min(first + _PART_NODES, len(dur))
+        inside = slice(*np.searchsorted(edges.node, (first, last)))
+        node, dep = edges.node[inside], edges.dep[inside]
+        known = end[dep[dep < first]]
+        end[first:last] = _ends(node - first, dep - first, dur[first:last], known)
+    return end - dur
+
+
+def _ends(node: Ints, dep: Ints, dur: Ints, known: Ints) -> Ints:
+    """When each node ends that starts as soon as the last that it waits for has ended.
+
+    Args:
+        node, dep: edges, sorted by node; `dep` is before `node`, or negative.
+        dur: durations of all nodes.
+        known: ends of the negative ones, as they come.
+    """
     count = len(dur)
-    place = np.arange(count)
-    next_to = edges.dep == edges.node - 1
+    next_to = (dep == node - 1) & (dep >= 0)
     follows = np.zeros(count, dtype=np.bool_)
-    follows[edges.node[next_to]] = True
+    follows[node[next_to]] = True
     # Each node of a run waits for the one before it, so for all of the run.
-    run = np.maximum.accumulate(np.where(follows, 0, place))
-    kept = next_to | (edges.dep < run[edges.node])
-    node, dep = edges.node[kept], edges.dep[kept]
-    # A stretch is a part of a run whose nodes wait for nothing else, but for its first one: when
-    # that starts, the rest is known.
+    run = np.maximum.accumulate(np.where(follows, 0, np.arange(count)))
+    kept = next_to | (dep < run[node])
+    node, dep = node[kept], dep[kept]
+    # A stretch is a part of a run: only its first node waits for others than the one before,
+    # and others wait only for its last one. So it is like one long node.
     is_first = ~follows | (np.bincount(node, minlength=count) > 1)
-    firsts = np.flatnonzero(is_first)
+    is_first[dep[(dep >= 0) & (dep != node - 1)] + 1] = True
     stretch = np.cumsum(is_first) - 1
     total = np.cumsum(dur)
-    end: Ints = total - (total - dur)[firsts][stretch]  # since the stretch began
+    until = total[np.append(np.flatnonzero(is_first)[1:], count) - 1]
     ahead = is_first[node]
-    node, dep = node[ahead], dep[ahead]
-    # As Python's numbers a part at a time: they take several times the memory.
-    parts = (dep[first : first + _PART_NODES] for first in range(0, len(dep), _PART_NODES))
-    waits = chain.from_iterable(
-        zip(stretch[part].tolist(), end[part].tolist(), strict=True) for part in parts
-    )
-    starts: list[int] = []
-    for number in np.bincount(node, minlength=count)[firsts].tolist():
-        at = 0
-        for before, ended in islice(waits, number):
-            if starts[before] + ended > at:
-                at = starts[before] + ended
-        starts.append(at)
-    begun: Ints = np.array(starts, dtype=np.int64)[stretch]
-    return begun + end - dur
+    node, dep = stretch[node[ahead]], dep[ahead]
+    # A row ends when the last of three has ended, and its duration later. What waits for more
+    # takes several rows, each of which waits for the one before. They are numbered after the
+    # known ends; number 0 ends at 0.
+    number = np.bincount(node, minlength=len(until))
+    rows = np.maximum(number // 2, 1)
+    last = np.cumsum(rows) + len(known)
+    begin = last - rows - len(known)
+    waits = np.zeros((3, int(rows.sum())), dtype=np.int64)
+    waits[0] = np.arange(len(known), last[-1])
+    waits[0, begin] = 0
+    nth = np.arange(len(node)) - (np.cumsum(number) - number)[node]
+    column = np.where(nth == 0, 0, 2 - nth % 2)
+    row = begin[node] + np.maximum(nth - 1, 0) // 2
+    waits[column, row] = np.where(dep < 0, np.cumsum(dep < 0), last[stretch[np.maximum(dep, 0)]])
+    more = np.zeros(waits.shape[1], dtype=np.int64)
+    more[last - len(known) - 1] = np.diff(until, prepend=0)
+    ends: list[int] = [0, *known.tolist()]
+    put = ends.append
+    for one, two, three, duration in zip(*waits.tolist(), more.tolist(), strict=True):
+        latest, second, third = ends[one], ends[two], ends[three]
+        if second > latest:
+            latest = second
+        if third > latest:
+            latest = third
+        put(latest + duration)
+    found: Ints = (np.array(ends, dtype=np.int64)[last] - until)[stretch] + total
+    return found
 
 
 def known(column: Ints | None, count: int) -> Ints:
     """A column of numbers; −1 where a node does not say, or says something negative."""
     if column is None:
         return np.full(count, -1, dtype=np.int64)
-    return np.where(column == UNKNOWN, -1, np.maximum(column, -1))
+    return np.maximum(column, -1)  # `UNKNOWN` is negative, too

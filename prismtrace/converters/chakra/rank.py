@@ -245,14 +245,20 @@ def _streams(nodes: ChakraNodes, position: Ints, names: dict[int, str]) -> tuple
     on_cpu = known(nodes.numbers.get("is_cpu_op"), count)[position] == 1
     on_cpu &= stream < 0
     number = np.where(stream >= 0, stream, thread)
-    values, place = np.unique(number, return_inverse=True)
-    used, code = np.unique(2 * place + on_cpu, return_inverse=True)
+    values, place = _numbered(number)
+    used, code = _numbered(2 * place + on_cpu)
     labels = []
     for value, cpu in zip(values[used // 2].tolist(), (used % 2).tolist(), strict=True):
         label = f"cpu thread {value}" if cpu else names.get(value, f"stream {value}")
         labels.append(label)
     # Lanes of those that name none are numbered later.
-    return np.where(number < 0, -1, code).astype(np.int64), labels
+    return np.where(number < 0, -1, code), labels
+
+
+def _numbered(values: Ints) -> tuple[Ints, Ints]:
+    """The different values, ascending, and which of them each one is; quick if these are few."""
+    different = pl.Series(values).unique().sort().to_numpy()
+    return different, np.searchsorted(different, values)
 
 
 def _table(nodes: ChakraNodes, position: Ints, meaning: Meaning, placed: _Placed) -> pl.DataFrame:

@@ -21,6 +21,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
+_COMMON = (VARINT, LENGTH_DELIMITED)
 _VARINT_BYTES = 10  # the longest varint
 _MOST_FIELDS = 1 << 16
 """Of one message. Lists are packed into one field; what has more only costs time."""
@@ -124,8 +125,7 @@ class Block:
     def __init__(self, data: bytes) -> None:
         self.data = data
         # Varints may be looked for some bytes beyond the end; what is read there is refused.
-        self._bytes = np.zeros(len(data) + 2 * _VARINT_BYTES, dtype=np.uint8)
-        self._bytes[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+        self._bytes = np.frombuffer(data + bytes(2 * _VARINT_BYTES), dtype=np.uint8)
 
     def fields(self, messages: Spans) -> tuple[AllFields, Bools]:
         """All fields of the messages, and which messages are none.
@@ -143,7 +143,9 @@ class Block:
             found.append(fields)
             bad[live[wrong]] = True
             going = ~wrong & (after < end)
-            live, at, end = live[going], after[going], end[going]
+            at = after
+            if not going.all():
+                live, at, end = live[going], after[going], end[going]
             rounds += 1
         for message, begin, stop in zip(live.tolist(), at.tolist(), end.tolist(), strict=True):
             fields, bad[message] = self._one(message, begin, stop)
@@ -152,6 +154,10 @@ class Block:
 
     def _next(self, live: Ints, at: Ints, end: Ints) -> tuple[Fields, Ints, Bools]:
         """One field of each message, where they end, and which are none."""
+        first = self._bytes[at]
+        only = int(first[0])
+        if only < 0x80 and only >> 3 and only & 7 in _COMMON and (first == only).all():
+            return self._next_alike(only, live, at, end)
         key, at, wrong = self._varints(at)
         wire_type = key & 7
         # Most fields are varints or start with one: their length.
@@ -168,6 +174,16 @@ class Block:
         after = np.where(is_fixed, at + fixed, after)
         wrong |= after > end
         return Fields(live, key, value, begin), after, wrong
+
+    def _next_alike(self, key: int, live: Ints, at: Ints, end: Ints) -> tuple[Fields, Ints, Bools]:
+        """The same where all fields have one key, as those of a round mostly do."""
+        value, begin, wrong = self._varints(at + 1)
+        after = begin
+        if key & 7 == LENGTH_DELIMITED:
+            wrong |= (value < 0) | (value > end - begin)
+            after = begin + np.where(wrong, 0, value)
+        wrong |= after > end
+        return Fields(live, np.broadcast_to(np.int64(key), len(live)), value, begin), after, wrong
 
     def _one(self, message: int, at: int, end: int) -> tuple[Fields, bool]:
         """The fields of one message."""
@@ -242,7 +258,7 @@ class Block:
         found: list[Ints] = []
         for text in texts:
             places = by_length[begin[len(text)] : begin[len(text) + 1]]
-            for offset, byte in enumerate(text):
+            for offset, byte in enumerate(text if len(places) else b""):
                 places = places[self._bytes[spans.begin[places] + offset] == byte]
             found.append(places)
         return found
