@@ -17,8 +17,8 @@ that the cause names is taken out, and everything else stays uneven (see `causes
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -30,31 +30,20 @@ from prismcalib.build import graph_from_trace
 from prismcalib.causes import Cause, find_causes
 from prismcalib.errors import MergeInputError
 from prismcalib.graph import Graph, Int32Array, Int64Array
-from prismcalib.launch_delays import OwnDelays, delays_put_back
 from prismcalib.peers import Peers, is_operation_level, kind_labels, peer_durations
 from prismcalib.places import Places
-from prismcalib.propagation import Engine, pick_engine, propagate, propagate_batch
+from prismcalib.propagation import Engine
 from prismcalib.stages import job_places
-from prismcalib.step_times import (
-    counted_steps,
-    cut_before,
-    step_durations,
-    step_table,
-    warmup_of,
-)
-from prismcalib.steps import step_numbers
+from prismcalib.timelines import Timeline, labelled
 from prismcalib.wording import RankNames, merge_first
 from prismtrace.schema import TraceHeader, TraceKind
 from prismtrace.trace import Trace, open_trace
 
-__all__ = ["BY", "Part", "StragglerReport", "Timeline", "find_stragglers"]
+__all__ = ["BY", "Part", "StragglerReport", "find_stragglers"]
 
 By = Literal["kind", "stage", "replica", "rank", "group"]
 BY: tuple[By, ...] = ("kind", "stage", "replica", "rank", "group")
 
-# What the durations of the scenarios of one batch may take.
-_BATCH_BYTES = 2**28
-_MOST_SCENARIOS = 64
 # Rows times parts of a sort that take minutes; of large traces fewer parts are simulated.
 _MOST_ROWS = 64 * 10**7
 _FEWEST_PARTS = 8
@@ -261,127 +250,6 @@ def _require_transfers(trace: Trace, graph: Graph, nodes: Tables) -> None:
     )
 
 
-# --- timelines --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Timeline:
-    """A graph without launch delays, and how it is cut into steps.
-
-    Attributes:
-        graph: no lags, no releases.
-        order: int32[n], an order of completion.
-        step: int32[n], position of the step of each row, -1: in none.
-        steps: their numbers.
-        warmup: how many first steps do not count.
-        separate: nothing leads from one step to another, so all of them start at time 0.
-        cut: positions of the steps that start at time 0 in any case.
-    """
-
-    graph: Graph
-    order: Int32Array
-    step: Int32Array
-    steps: tuple[int | None, ...]
-    warmup: int
-    separate: bool
-    cut: tuple[int, ...]
-    engine: Engine
-
-    @classmethod
-    def of(cls, graph: Graph, nodes: Tables, header: TraceHeader, engine: Engine) -> Timeline:
-        """Take the launch delays out of a graph and find its steps."""
-        bare = replace(graph, dep_lag_ns=None, release_ns=None)
-        # Dozens of propagations follow: what compiling costs is paid once.
-        chosen = pick_engine(graph.rows, _MOST_SCENARIOS) if engine == "auto" else engine
-        given = pl.concat(nodes.tables(["step"]))["step"]
-        step = np.zeros(graph.rows, np.int32)
-        steps: tuple[int | None, ...] = (None,)
-        if given.count():
-            step = step_numbers(given)
-            steps = tuple(given.drop_nulls().unique().sort().to_list())
-        return cls(
-            graph=bare,
-            order=propagate(bare, chosen).order,
-            step=step,
-            steps=steps,
-            warmup=min(warmup_of(header), len(steps) - 1),
-            separate=_separate(graph, step),
-            cut=cut_before(header, [number for number in steps if number is not None]),
-            engine=chosen,
-        )
-
-    def step_ns(self, durations: Int64Array, graph: Graph | None = None) -> Int64Array:
-        """int64[K, S], times of the steps that count, with durations int64[n, K].
-
-        `graph`: with some of the launch delays; by default without.
-        """
-        timing = propagate_batch(
-            self.graph if graph is None else graph,
-            durations,
-            steps=self.step,
-            order=self.order,
-            engine=self.engine,
-        )
-        if self.separate and timing.step_end_ns is not None:
-            return counted_steps(timing.step_end_ns - timing.begin_ns, self.warmup)
-        if self.cut and timing.step_end_ns is not None:
-            begins = dict.fromkeys(self.cut, timing.begin_ns)
-            times = step_durations(timing.begin_ns, timing.step_end_ns, cut=begins)
-            return counted_steps(times, self.warmup)
-        return counted_steps(timing.step_ns, self.warmup)
-
-    def mean_step_ns(
-        self, scenarios: Sequence[Callable[[], Int64Array]]
-    ) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """float64[K], mean step time of K sets of durations int64[n], as many at once as fit."""
-        blocks = []
-        for first in range(0, len(scenarios), self.width):
-            some = scenarios[first : first + self.width]
-            durations = np.empty((self.graph.rows, len(some)), np.int64)
-            for column, make in enumerate(some):
-                durations[:, column] = make()
-            blocks.append(self.step_ns(durations).mean(axis=1))
-        return np.concatenate(blocks)
-
-    def delays(self, graph: Graph, nodes: Tables) -> tuple[OwnDelays, ...]:
-        """What the launch delays of single ranks cost; `graph` has those of all."""
-        rank = _joined(nodes, pl.col("rank").alias("label"))
-        laid_out = bool(self.cut) or (self.separate and len(self.steps) > 1)
-        actual = self.graph.duration_ns[:, None]
-        return delays_put_back(
-            graph, rank, lambda some: float(self.step_ns(actual, some).mean()), starts=not laid_out
-        )
-
-    @property
-    def width(self) -> int:
-        """Scenarios to propagate at once."""
-        return max(2, min(_MOST_SCENARIOS, _BATCH_BYTES // (8 * self.graph.rows)))
-
-    def observed_ns(self, nodes: Tables, header: TraceHeader) -> Int64Array:
-        """int64[S], the same steps as the trace has them, launch delays included."""
-        start, end = pl.col("start_ns").min(), pl.col("end_ns").max()
-        ends = (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns")
-        parts = pl.concat(
-            table.group_by("step").agg(start, end)
-            for table in nodes.tables(["step", "start_ns", ends])
-        )
-        bounds = parts.drop_nulls("step").group_by("step").agg(start, end).sort("step")
-        times = step_table(bounds, header, *parts.select(start, end).row(0))["duration_ns"]
-        return counted_steps(times.to_numpy(), self.warmup)
-
-
-def _separate(graph: Graph, step: Int32Array) -> bool:
-    if (step < 0).any():
-        return False
-    owner = np.repeat(step, np.diff(graph.dep_offsets))
-    if (step[graph.dep_rows] != owner).any() or graph.wait_rows is not None:
-        return False
-    member = graph.instance >= 0
-    some = np.zeros(graph.instances, np.int32)
-    some[graph.instance[member]] = step[member]
-    return bool((some[graph.instance[member]] == step[member]).all())
-
-
 # --- parts ------------------------------------------------------------------------------------
 
 
@@ -393,20 +261,16 @@ def _labels(
         number = {group.id: position for position, group in enumerate(header.groups)}
         label = pl.col("group").replace_strict(number, default=-1, return_dtype=pl.Int32)
         column = label.fill_null(-1).alias("label")
-        return [group.name for group in header.groups], _joined(nodes, column)
+        return [group.name for group in header.groups], labelled(nodes, column)
     if by == "kind":
         return _kind_labels(nodes, header)
-    rank = _joined(nodes, pl.col("rank").alias("label"))
+    rank = labelled(nodes, pl.col("rank").alias("label"))
     if by == "rank":
         return [str(number) for number in range(header.world_size)], rank
     count, place = (
         (places.stages, places.stage) if by == "stage" else (places.replicas, places.replica)
     )
     return [str(number) for number in range(count)], place.astype(np.int32)[rank]
-
-
-def _joined(nodes: Tables, label: pl.Expr) -> Int32Array:
-    return np.concatenate([table["label"].to_numpy() for table in nodes.tables([label])])
 
 
 def _kind_labels(nodes: Tables, header: TraceHeader) -> tuple[list[str], Int32Array]:

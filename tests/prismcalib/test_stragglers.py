@@ -319,7 +319,7 @@ def test_parts_beyond_the_limit_are_counted(tmp_path):
 def test_blocks_of_scenarios_give_the_same(tmp_path, monkeypatch):
     trace = _trace(tmp_path, logs.simulate(pp=2, dp=3))
     whole = find_stragglers(trace)
-    monkeypatch.setattr("prismcalib.stragglers._MOST_SCENARIOS", 3)
+    monkeypatch.setattr("prismcalib.timelines._MOST_SCENARIOS", 3)
     assert find_stragglers(trace).as_dict() == whole.as_dict()
 
 

@@ -1,0 +1,160 @@
+"""How `prismcalib critical-path` and `prismcalib predict` tell their results to people."""
+
+from __future__ import annotations
+
+from prismcalib.commands_comm import print_range
+from prismcalib.durations import format_ns
+from prismcalib.lateness import Lateness
+from prismcalib.paths import CriticalPath, ShareColumn
+from prismcalib.prediction import BEFORE_PATH, Prediction
+from prismcalib.resampling import StepSpread
+from prismcalib.step_times import steps_text
+from prismcalib.wording import ONE_STEP_PATH, RankNames, idle_inside
+from prismtrace.console import counted, table
+from prismtrace.schema import TraceHeader
+
+__all__ = ["print_path", "print_prediction"]
+
+
+def print_path(path: CriticalPath, late: Lateness | None, header: TraceHeader, limit: int) -> None:
+    """The path, with `limit` rows of each table; `late`: for whom ranks waited, where it is known."""
+    names, inside = RankNames.of(header), idle_inside(header)
+    if late is not None:
+        more = (
+            "; who of them waited for others first shows `prismcalib waits`, and "
+            "`prismcalib stragglers` looks for the cause"
+        )
+        print(f"{late.sentence}{more if late.wait_ns else ''}\n")
+    _print_length(path, inside)
+    if late is not None and late.wait_ns:
+        print()
+        table(
+            "waited for (waiting of all ranks, also beside their own computation)",
+            (*names.heads, "arrived last", "wait caused", "share"),
+            [
+                (*names.cells(rank), last, format_ns(caused), f"{share:.1%}")
+                for rank, last, caused, share in late.ranks.head(limit).rows()
+            ],
+        )
+    columns: tuple[ShareColumn, ...] = ("kind", "rank", "group", "phase", "step")
+    for column in columns:
+        _print_shares(path, column, names, inside, limit)
+    print()
+    table(
+        "longest segments (idle: before they start)",
+        (*names.heads, "index", "kind", "name", "group", "seq", "busy", inside, "idle"),
+        [
+            (
+                *names.cells(node["rank"]),
+                *(node[name] for name in ("index", "kind", "name", "group", "seq")),
+                format_ns(node["busy_ns"] - node["inner_idle_ns"]),
+                format_ns(node["inner_idle_ns"]),
+                format_ns(node["gap_ns"]),
+            )
+            for node in path.longest(limit).iter_rows(named=True)
+        ],
+    )
+
+
+def _print_length(path: CriticalPath, inside: str) -> None:
+    def part(ns: int) -> tuple[str, str]:
+        return format_ns(ns), f"{ns / max(path.length_ns, 1):.1%}"
+
+    table(
+        f"critical path: {counted(path.segments.height, 'segment')}, "
+        f"{counted(path.hops, 'change')} of rank",
+        ("", "time", "share"),
+        [
+            ("length", *part(path.length_ns)),
+            ("computation", *part(path.compute_ns - path.inner_idle_ns)),
+            (inside, *part(path.inner_idle_ns)),
+            ("transfer", *part(path.transfer_ns)),
+            ("unmatched communication", *part(path.unmatched_ns)),
+            ("idle", *part(path.gap_ns)),
+            ("before the path starts", *part(path.lead_in_ns)),
+        ],
+    )
+    if path.lead_in_ns * 2 > path.length_ns:
+        print(f"\n{ONE_STEP_PATH}")
+
+
+def _print_shares(
+    path: CriticalPath, column: ShareColumn, names: RankNames, inside: str, limit: int
+) -> None:
+    shares = path.shares(column)
+    if shares[column].null_count() == shares.height:
+        return
+    if column == "step":
+        shares = shares.sort("step", nulls_last=True)
+    print()
+    table(
+        f"by {column}",
+        (
+            *(names.heads if column == "rank" else (column,)),
+            *("segments", "busy", inside, "idle", "share"),
+        ),
+        [
+            (
+                *(names.cells(value) if column == "rank" else (value,)),
+                count,
+                format_ns(busy - idle),
+                format_ns(idle),
+                format_ns(gap),
+                f"{share:.1%}",
+            )
+            for value, count, busy, idle, gap, share in shares.head(limit).rows()
+        ],
+    )
+
+
+def print_prediction(prediction: Prediction, header: TraceHeader, *, spread: bool) -> None:
+    """The step time and what it rests on; `spread`: also say so if it is not known how it varies."""
+    durations = prediction.counted_ns
+    which = steps_text(prediction.steps.height, prediction.warmup)
+    if len(durations) > 1:
+        which += f"; {format_ns(min(durations))} to {format_ns(max(durations))}"
+    print(f"step time {format_ns(prediction.step_ns)} ({which})")
+    if prediction.steps["step"].null_count():
+        print("the trace marks no steps: this is its whole window")
+    elif prediction.steps.height == 1:
+        print("a single step counts from the first start of any rank to the last end")
+    if prediction.spread is not None:
+        _print_spread(prediction.spread)
+    elif spread and not prediction.steps["step"].null_count():
+        print(f"no spread: {prediction.why_no_spread}")
+    if prediction.estimates is not None:
+        print_range(prediction.estimates)
+    window = max(prediction.window_ns, 1)
+    inside, names = idle_inside(header), RankNames.of(header)
+    print()
+    table(
+        "where each rank spends the window (transferring and waiting: not beside computation)",
+        (*names.heads, "computing", inside, "transferring", "waiting", "idle"),
+        [
+            (*names.cells(rank), *(f"{ns / window:.1%}" for ns in times))
+            for rank, *times in prediction.ranks.rows()
+        ],
+    )
+    print()
+    table(
+        "what the critical path rests on",
+        ("", "share"),
+        [(name, f"{share:.1%}") for name, share in prediction.basis.items()],
+    )
+    if prediction.basis.get(BEFORE_PATH, 0) > 0.5:
+        print(f"\n{ONE_STEP_PATH}")
+
+
+def _print_spread(spread: StepSpread) -> None:
+    print()
+    table(
+        f"how much it varies: {spread.simulated_steps} steps, drawn from "
+        f"{spread.observed_steps} of every rank"
+        + (f"; {spread.unlike_steps} of other operations" if spread.unlike_steps else ""),
+        ("quantile", "step time", "90 % sure it is between", "and"),
+        [
+            (f"p{round(100 * quantile.level)}", *map(format_ns, times))
+            for quantile in spread.quantiles
+            for times in [(quantile.ns, quantile.low_ns, quantile.high_ns)]
+        ],
+    )
