@@ -13,7 +13,8 @@ take of the core what gloo's threads take.
 Every shape: collect; then, in turn, true runs, slices with a merge, and runs of two sandbox ranks on the
 same cores, while the cores of the other ranks do the same kind of work: T S E T S E T. What is
 measured is the time between the ends of the optimizer's steps. A true run is also recorded, so that
-phases can be compared. Runs with a slowed-down virtual rank come when all shapes are done.
+phases can be compared. Runs with a slowed-down virtual rank come when all shapes are done, then
+further repeats while there is time (--more).
 
 All runs have as many steps: one of a run that is longer than its recording repeats the last
 step's data and virtual times, so that a single step would decide. Each graph is merged from slices
@@ -106,6 +107,7 @@ class Settings:
     steps: int = STEPS
     repeats: int = REPEATS
     inject: bool = True
+    most_more: int = 0
     most_ranks: int = 16
 
 
@@ -148,12 +150,21 @@ class Bench:
         return sorted(core for core, _ in paired), {"FIDELITY_BESIDE": beside}
 
     def of_emulator(self, shape: Shape) -> list[int]:
-        """Cores that sandbox ranks and those that stand for other ranks leave."""
+        """Cores that sandbox ranks and those that stand for other ranks leave; physical ones first."""
         every = self.cores_of(shape.ranks)
-        taken = {one[0] for one in every} | {core for rank in shape.sandbox for core in every[rank]}
+        programs = {one[0] for one in every}
+        taken = programs | {core for rank in shape.sandbox for core in every[rank]}
         free = [core for core in (*self.cores.firsts, *self.cores.seconds) if core not in taken]
+        threads = zip(self.cores.firsts, self.cores.seconds, strict=False)
+        shared = {second for first, second in threads if first in programs}
+        alone = [core for core in free if core not in shared]
         # It needs one; where there is none, a virtual rank's.
-        return free or [one[0] for rank, one in enumerate(every) if rank not in shape.sandbox][:1]
+        return alone or free or [every[rank][0] for rank in self.virtual(shape)][:1]
+
+    @staticmethod
+    def virtual(shape: Shape) -> list[int]:
+        """Ranks that are not run for real."""
+        return [rank for rank in range(shape.ranks) if rank not in shape.sandbox]
 
     # --- what every shape needs -------------------------------------------------------
 
@@ -235,7 +246,7 @@ class Bench:
                 most,
                 *("--group-sizes", ",".join(map(str, members)), "--rounds", "3"),
                 *("--kinds", "all_reduce,all_gather,reduce_scatter,all_to_all,send"),
-                *("--sizes", "1K,16K,128K,512K,1M,4M"),
+                *("--sizes", "1K,64K,512K,1M,4M"),
                 *(() if apart else ("--beside-computation",)),
                 pins=",".join(f"{n}:{'+'.join(map(str, one))}" for n, one in enumerate(every)),
             )
@@ -322,11 +333,8 @@ class Bench:
         folder = self.work / name
         times = folder / "times-emulated"
         mine = self.of_emulator(shape)
-        others = [
-            cores[0]
-            for rank, cores in enumerate(self.cores_of(shape.ranks))
-            if rank not in shape.sandbox and cores[0] not in mine
-        ]
+        every = self.cores_of(shape.ranks)
+        others = [every[rank][0] for rank in self.virtual(shape) if every[rank][0] not in mine]
         words = [
             *("run", str(folder / f"calibrated-{number}.parquet")),
             *("--sandbox", ",".join(map(str, shape.sandbox)), "--transport", "local"),
@@ -463,20 +471,40 @@ class Bench:
         found["true_spent"] = []
         if part.is_file() and (self.work / name / "bare.parquet").is_file():
             found = json.loads(part.read_text())
-        for piece in self.pieces(name, shape, found):
+        self.perform(found, part, self.pieces(name, shape, found, self.settings.repeats))
+        (self.output / f"{name}.json").write_text(json.dumps(found))
+        part.unlink()
+
+    def measure_more(self, name: str, shape: Shape) -> None:
+        """A shape that is there once more: slices, an emulated run, a true one.
+
+        Raises:
+            OutOfTimeError: what there is so far is in the shape's file.
+        """
+        path = self.output / f"{name}.json"
+        if path.is_file() and (self.work / name / "bare.parquet").is_file():
+            found = json.loads(path.read_text())
+            again = len(found["calibrations"]) + 1
+            self.perform(found, path, self.pieces(name, shape, found, again))
+
+    def perform(
+        self, found: dict[str, Any], path: Path, pieces: Iterator[Callable[[], object]]
+    ) -> None:
+        """Do one after another, and write what is found after each.
+
+        Raises:
+            OutOfTimeError: what there is so far is written.
+        """
+        for piece in pieces:
             begun = time.monotonic()
             if begun > self.deadline:
                 raise OutOfTimeError
             piece()
             found["wall_s"] = found.get("wall_s", 0.0) + time.monotonic() - begun
-            part.write_text(json.dumps(found))
-        (self.output / f"{name}.json").write_text(json.dumps(found))
-        part.unlink()
-        if not (self.settings.inject and shape.inject):
-            shutil.rmtree(self.work / name)
+            path.write_text(json.dumps(found))
 
     def pieces(
-        self, name: str, shape: Shape, found: dict[str, Any]
+        self, name: str, shape: Shape, found: dict[str, Any], repeats: int
     ) -> Iterator[Callable[[], object]]:
         """What is left to be done, one after another; each notes what it finds."""
         if "collect" not in found:
@@ -484,7 +512,7 @@ class Bench:
             found |= {"words": shape.words(self.settings.steps)[1:], "sandbox": shape.sandbox}
             found |= {"cores": self.cores_of(shape.ranks)}
             yield lambda: found.update(collect=self.collect(name, shape))
-        for number in range(self.settings.repeats):
+        for number in range(repeats):
             if len(found["true_ns"]) <= number:
                 yield lambda: self.true_run_into(found, name, shape)
             if len(found["calibrations"]) <= number:
@@ -495,7 +523,7 @@ class Bench:
                 yield lambda number=number: found["emulated"].append(
                     self.emulated_run(name, shape, number)
                 )
-        if len(found["true_ns"]) <= self.settings.repeats:
+        if len(found["true_ns"]) <= repeats:
             yield lambda: self.true_run_into(found, name, shape)
         if "phases_ms" not in found:
             yield lambda: found.update(self.phases(name, shape))
@@ -624,6 +652,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--budget", type=float, default=540, help="begin nothing after so long")
     parser.add_argument("--no-inject", action="store_true", help="leave slowed-down ranks out")
+    parser.add_argument(
+        "--more", type=int, default=0, help="further repeats, as far as time is left after all else"
+    )
     parser.add_argument("--table", action="store_true", help="print the table, run nothing")
     parser.add_argument("--anyway", action="store_true", help="also with fewer cores than ranks")
     return parser.parse_args()
@@ -647,6 +678,11 @@ def measure_all(bench: Bench, names: Sequence[str], output: Path) -> None:
             for name in names
             if SHAPES[name].inject
         ]
+    todo += [
+        (f"{name} once more", lambda name=name: bench.measure_more(name, SHAPES[name]))
+        for _ in range(bench.settings.most_more)
+        for name in names
+    ]
     for title, work in todo:
         print(f"{title}:", flush=True)
         try:
@@ -656,6 +692,10 @@ def measure_all(bench: Bench, names: Sequence[str], output: Path) -> None:
             break
         except (FailedError, OSError, ValueError, KeyError) as error:
             print(f"  failed: {error!r}", file=sys.stderr)
+    else:
+        # Recordings are large, and nothing needs them any more.
+        for name in names:
+            shutil.rmtree(bench.work / name, ignore_errors=True)
 
 
 def main() -> None:
@@ -677,6 +717,7 @@ def main() -> None:
         steps=options.steps,
         repeats=options.repeats,
         inject=not options.no_inject,
+        most_more=options.more,
         most_ranks=needed,
     )
     import warm
