@@ -32,7 +32,10 @@ def comm_table(
     ],
     kind: Annotated[
         str | None,
-        typer.Option(help="Which operation was tested, where the logs do not say: all_reduce."),
+        typer.Option(
+            metavar="KIND",
+            help="Which operation was tested, where the logs do not say: all_reduce.",
+        ),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(min=2, help="Ranks of a test, where the logs list no devices.")

@@ -34,7 +34,9 @@ LocalWorldSize = Annotated[
 ]
 ShmDir = Annotated[
     Path | None,
-    typer.Option(help="Folder for tensors that ranks hand over. Default: memory."),
+    typer.Option(
+        metavar="DIR", help="Folder for tensors that ranks hand over. Default: memory."
+    ),
 ]
 MockRouter = Annotated[
     Path | None,

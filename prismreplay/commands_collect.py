@@ -44,10 +44,13 @@ def collect(
     local_world_size: LocalWorldSize = None,
     log_dir: Annotated[
         Path | None,
-        typer.Option(help="Where the output of ranks goes. Default: beside the graph."),
+        typer.Option(
+            metavar="DIR", help="Where the output of ranks goes. Default: beside the graph."
+        ),
     ] = None,
     show_rank: Annotated[
-        str, typer.Option(help="Ranks whose output is shown, as in 0,3-5; all; none.")
+        str,
+        typer.Option(metavar="RANKS|all|none", help="Ranks whose output is shown, as in 0,3-5."),
     ] = "0",
     shm_dir: ShmDir = None,
     gpu_memory: Annotated[
@@ -75,7 +78,9 @@ def collect(
     ] = None,
     record_tensors: Annotated[
         str,
-        typer.Option(help="Record the inputs of communications: none, sandbox-facing or all."),
+        typer.Option(
+            metavar="none|sandbox-facing|all", help="Record the inputs of communications."
+        ),
     ] = "none",
     record_below: Annotated[
         int | None,

@@ -60,7 +60,9 @@ def comm_bench(
             "powers of two, and all ranks.",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Type of the elements.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="Of the elements, as torch calls it.")
+    ] = "float32",
     backend: Annotated[str, typer.Option(metavar="gloo|nccl", help="What communicates.")] = "gloo",
     rounds: Annotated[
         int, typer.Option(min=1, help="Samples of each operation, taken in turns with the others.")

@@ -56,7 +56,10 @@ def emulate(
     output: Annotated[
         Path,
         typer.Option(
-            "-o", "--output", help="Folder for what every stage gives; stages done stay done."
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Folder for what every stage gives; stages done stay done.",
         ),
     ] = Path("emulation"),
     sandbox_size: Annotated[
@@ -98,7 +101,10 @@ def emulate(
     ] = 1,
     transport: Annotated[
         str | None,
-        typer.Option(help="How sandbox ranks meet virtual ones, see `run`. Default: as there."),
+        typer.Option(
+            metavar="auto|local|reduced",
+            help="How sandbox ranks meet virtual ones, see `run`. Default: as there.",
+        ),
     ] = None,
     inject: Annotated[
         list[str] | None,

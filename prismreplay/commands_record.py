@@ -42,20 +42,23 @@ def record(
     spools: Annotated[
         Path | None,
         typer.Option(
+            metavar="DIR",
             help="Only record, into this folder: on several hosts, each runs its launcher with "
-            "it; then put the folders together and use --assemble."
+            "it; then put the folders together and use --assemble.",
         ),
     ] = None,
     assemble: Annotated[
         Path | None,
         typer.Option(
-            help="Run nothing: make the trace of this folder of spools, also of a run that failed."
+            metavar="DIR",
+            help="Run nothing: make the trace of this folder of spools, also of a run that failed.",
         ),
     ] = None,
     log_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Where the output of ranks goes that are started here. Default: beside the trace."
+            metavar="DIR",
+            help="Where the output of ranks goes that are started here. Default: beside the trace.",
         ),
     ] = None,
     json: Json = False,

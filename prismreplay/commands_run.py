@@ -120,11 +120,16 @@ def run(
     local_world_size: LocalWorldSize = None,
     log_dir: Annotated[
         Path | None,
-        typer.Option(help="Where the output of ranks goes. Default: beside the trace."),
+        typer.Option(
+            metavar="DIR", help="Where the output of ranks goes. Default: beside the trace."
+        ),
     ] = None,
     show_rank: Annotated[
         str | None,
-        typer.Option(help="Ranks whose output is shown, as in 0,3-5; all; none. Default: one."),
+        typer.Option(
+            metavar="RANKS|all|none",
+            help="Ranks whose output is shown, as in 0,3-5. Default: one.",
+        ),
     ] = None,
     shm_dir: ShmDir = None,
     mock_router: MockRouter = None,

@@ -34,9 +34,9 @@ def slice_(
     ],
     program: Program,
     sandbox_size: Annotated[int, typer.Option(min=1, help="Ranks that are real at a time.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the slices.")] = Path(
-        "slices"
-    ),
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Folder for the slices.")
+    ] = Path("slices"),
     devices: Annotated[
         int | None,
         typer.Option(
@@ -95,7 +95,8 @@ def slice_(
         typer.Option(min=1, help="With --refine: ranks that share a host, as for merge."),
     ] = None,
     show_rank: Annotated[
-        str, typer.Option(help="Ranks whose output is shown, as in 0,3-5; all; none.")
+        str,
+        typer.Option(metavar="RANKS|all|none", help="Ranks whose output is shown, as in 0,3-5."),
     ] = "none",
     shm_dir: ShmDir = None,
     mock_router: MockRouter = None,

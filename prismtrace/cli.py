@@ -135,7 +135,11 @@ def export(
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", help="File to write; chakra: a new folder.", show_default=False
+            "--output",
+            "-o",
+            metavar="PATH",
+            help="File to write; chakra: a new folder.",
+            show_default=False,
         ),
     ],
     to: Annotated[
