@@ -23,7 +23,10 @@ CUT_S = 20
 """What fails when so little is left of a call may have been cut short."""
 COLD = 1.8
 """A part takes so many times as long with fresh interpreters."""
+LONG, MORE_S = 5, 30.0
+"""A part that takes more than so many times what was expected, and seconds, hangs: it is ended."""
 EXPECTED_S = {
+    "machine": 5.0,
     "collect": 16.0,
     "losses emulated": 18.0,
     "losses true": 12.0,
@@ -155,10 +158,14 @@ class Parts:
             for one in list(running):
                 part, cold, fork = one
                 code = fork.wait(0.05 / len(running))
-                if code is None and self.left_s() > 0:
+                spent_s = time.monotonic() - fork.started
+                most_s = LONG * self.expected_s(part, cold=cold) + MORE_S
+                if code is None and spent_s < most_s and self.left_s() > 0:
                     continue
                 running.remove(one)
-                how = wait(fork, 0.0) if code is None else f"exit code {code}" * bool(code)
+                how = f"exit code {code}" * bool(code)
+                if code is None:
+                    how = f"{spent_s:.0f} s, {wait(fork, 0.0)}"
                 self._keep(part, how, time.monotonic() - fork.started, cold=cold)
                 state = self.parts[part.name]["state"]
                 if state == "failed" and not self.settled(part.name):

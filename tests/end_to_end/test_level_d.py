@@ -139,6 +139,15 @@ def test_parts_end_with_the_budget(tmp_path):
     assert one.missing == ["ddp/compare"]
 
 
+def test_parts_that_hang_are_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.gpu.level_d_parts.LONG", 0)
+    monkeypatch.setattr("benchmarks.gpu.level_d_parts.MORE_S", 0.3)
+    one = bench(tmp_path)
+    found = measure(one, ddp__collect=lambda: time.sleep(60), table=list)
+    assert found["ddp/collect"] == "failed"
+    assert "KeyboardInterrupt" in one.parts["ddp/collect"]["error"]
+
+
 def test_the_estimate_is_of_what_is_left(tmp_path):
     one = bench(tmp_path)
     before = one.estimate(plan(one, ["ddp"]))
