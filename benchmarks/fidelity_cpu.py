@@ -141,13 +141,23 @@ class Bench:
         every = self.cores_of(of)
         return ",".join(f"{rank}:{'+'.join(map(str, every[rank]))}" for rank in ranks)
 
-    def of_slices(self) -> tuple[list[int], dict[str, str]]:
-        """Cores that slices share out among them, and where the threads beside them go."""
-        paired = [] if self.settings.one_core else self.cores.paired(MOST_APART)
-        if len(paired) < 3:
-            return sorted(self.cores.firsts), {}
-        beside = ",".join(f"{core}:{other}" for core, other in paired)
-        return sorted(core for core, _ in paired), {"FIDELITY_BESIDE": beside}
+    def of_slices(self, shape: Shape) -> tuple[list[int], dict[str, str]]:
+        """Cores that slices share out among them, and where their ranks and threads go.
+
+        A slice has one of the former for its emulator. Its ranks are on the cores that they have in a
+        true run, if enough are left for that; else each takes one that the slice got.
+        """
+        used = {core for one in self.cores_of(shape.ranks) for core in one}
+        free = [core for core in self.cores.firsts if core not in used]
+        each = len(shape.sandbox) + 1
+        if not self.cores.seconds and len(free) // each * len(shape.sandbox) >= shape.ranks:
+            return sorted(free), {"FIDELITY_CORES": self.pins(range(shape.ranks), shape.ranks)}
+        claims = {"FIDELITY_CLAIMS": str(self.work / "claims")}
+        paired = self.cores.paired(MOST_APART) if self.is_apart(shape.ranks) else []
+        if len(paired) < each:
+            return sorted(set(self.cores.firsts)), claims
+        claims["FIDELITY_BESIDE"] = ",".join(f"{core}:{other}" for core, other in paired)
+        return sorted({core for core, _ in paired}), claims
 
     def of_emulator(self, shape: Shape) -> list[int]:
         """Cores that sandbox ranks and those that stand for other ranks leave; physical ones first."""
@@ -270,7 +280,7 @@ class Bench:
         bare, slices = folder / "bare.parquet", folder / f"slices-{number}"
         calibrated = folder / f"calibrated-{number}.parquet"
         table = self.comm_table(shape.ranks)
-        cores, beside = self.of_slices()
+        cores, places = self.of_slices(shape)
         found = {}
         found["slice"] = self.command(
             f"{name} slice",
@@ -279,7 +289,7 @@ class Bench:
             *self.contending(shape),
             *("-o", str(slices), "--", *shape.words(self.settings.steps)),
             times=folder / "times-slices",
-            more={"FIDELITY_CLAIMS": str(folder / "claims"), **beside},
+            more=places,
             cores=cores,
         )
         found["spent"] = spent(folder / "times-slices")
