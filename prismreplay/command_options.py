@@ -34,9 +34,7 @@ LocalWorldSize = Annotated[
 ]
 ShmDir = Annotated[
     Path | None,
-    typer.Option(
-        metavar="DIR", help="Folder for tensors that ranks hand over. Default: memory."
-    ),
+    typer.Option(metavar="DIR", help="Folder for tensors that ranks hand over. Default: memory."),
 ]
 MockRouter = Annotated[
     Path | None,
