@@ -18,7 +18,7 @@ def graphs(draw):
     count = draw(st.integers(0, 25))
     pairs = {(k, k - 1) for k in range(1, count) if draw(st.integers(0, 3))}
     for node in range(1, count):
-        pairs |= {(node, draw(st.integers(0, node - 1))) for _ in range(draw(st.integers(0, 2)))}
+        pairs |= {(node, draw(st.integers(0, node - 1))) for _ in range(draw(st.integers(0, 7)))}
     node, dep = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2).T
 
     def column(most):
