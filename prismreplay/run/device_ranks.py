@@ -37,7 +37,7 @@ from prismreplay.runtime.annotations import make_recorder
 from prismreplay.runtime.cuda_streams import CudaDevices
 from prismreplay.runtime.device_time import Timeline
 from prismreplay.runtime.operations import Op
-from prismreplay.runtime.recording import _on_device
+from prismreplay.runtime.recording import on_device
 from prismtrace.recorder import SpanWriter
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class DeviceMemory:
 
 def is_on_device(op: Op, tensors: Sequence[Tensor]) -> bool:
     """Whether NCCL would perform it. A barrier has no tensors: if the program uses a GPU."""
-    return _on_device(op, tensors, ()) and (bool(tensors) or torch.cuda.is_initialized())
+    return on_device(op, tensors, ()) and (bool(tensors) or torch.cuda.is_initialized())
 
 
 def make_devices() -> tuple[CudaDevices, Streams]:

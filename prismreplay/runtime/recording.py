@@ -46,7 +46,7 @@ from prismreplay.runtime.works import RealBatch
 from prismtrace.recorder import SpanWriter
 from prismtrace.spool import SPOOL_SUFFIX
 
-__all__ = ["FACTORY", "SPOOLS_VARIABLE", "RecordRole", "start"]
+__all__ = ["FACTORY", "SPOOLS_VARIABLE", "RecordRole", "on_device", "start"]
 
 Tensor = Any
 
@@ -120,7 +120,7 @@ class RecordRole:
         work = call()
         done = _Recorded(self._recorder, token, begin, op, work, self._running)
         timeline = self._timeline
-        if timeline is not None and _on_device(op, inputs, outputs):
+        if timeline is not None and on_device(op, inputs, outputs):
             done.on_device = True
             if timeline.ready():
                 self._put_beside(timeline, done, (inputs, outputs))
@@ -176,7 +176,7 @@ class RecordRole:
         raise NotImplementedError(namespace)
 
 
-def _on_device(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+def on_device(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
     """Whether streams of a device wait for it; gloo has the host wait, also for CUDA tensors."""
     if not (op.group.backend == "undefined" or "nccl" in op.group.backend):
         return False
