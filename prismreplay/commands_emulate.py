@@ -196,13 +196,17 @@ def _print(done: Emulation) -> None:
 
     found = done.findings
     emulated = found.emulated_step_ns
-    rows = [("predicted step time", format_ns(found.predicted_step_ns))]
+    predicted, before = format_ns(found.predicted_step_ns), found.uninjected_step_ns
+    if before is not None:
+        change = found.predicted_step_ns / max(before, 1) - 1
+        predicted += f" with --inject; {format_ns(before)} without ({change:+.1%})"
+    rows = [("predicted step time", predicted)]
     if emulated is not None:
         apart = emulated / max(found.predicted_step_ns, 1) - 1
         rows.append(
             (
                 "emulated step time",
-                f"{format_ns(emulated)} ({apart:+.1%}; {steps_text(found.steps, 1)})",
+                f"{format_ns(emulated)} ({apart:+.1%} against that; {steps_text(found.steps, 1)})",
             )
         )
     if found.comparison is not None:
@@ -213,15 +217,16 @@ def _print(done: Emulation) -> None:
         rows.append((f"peak memory, rank {rank}", f"{nbytes / 1e6:,.1f} MB"))
     for rank, losses in found.losses.items():
         shown = ", ".join(f"{loss:g}" for loss in losses[-_MOST_LOSSES:])
-        before = "... " if len(losses) > _MOST_LOSSES else ""
-        rows.append((f"losses, rank {rank}", before + shown))
+        earlier = "... " if len(losses) > _MOST_LOSSES else ""
+        rows.append((f"losses, rank {rank}", earlier + shown))
     rows.append(("rests on measurement", f"{found.measured_share:.1%} of the critical path"))
-    rows.append(("time in all", f"{done.wall_s:.1f} s"))
+    rows.append(("time in all", _took(done)))
     for name, text in rows:
         print(f"{name + ':':<22} {text}")
     print()
     console.table(
-        "where the time goes: the critical path of the steps that count",
+        "where the time goes: the critical path of the steps that count"
+        + ("" if before is None else ", with --inject"),
         ("kind", "time", "share"),
         [(part.name, format_ns(part.time_ns), f"{part.share:.1%}") for part in found.path],
     )
@@ -236,3 +241,10 @@ def _print(done: Emulation) -> None:
     print()
     print(f"the timeline of all ranks: {done.folder}/calibrated.parquet")
     print(f"the sandbox's own trace:   {done.folder}/run.parquet")
+
+
+def _took(done: Emulation) -> str:
+    """Of all stages, and of those that were not done before."""
+    now = sum(stage.wall_s for stage in done.stages if not stage.kept)
+    before = any(stage.kept for stage in done.stages)
+    return f"{done.wall_s:.1f} s" + (f", {now:.1f} s of it now" if before else "")

@@ -198,7 +198,7 @@ def run(
     if json:
         console.print_json(report)
     else:
-        print_run(report, spun=spin is not None)
+        print_run(report, spun=spin is not None, injected=bool(edits))
 
 
 def _elsewhere(

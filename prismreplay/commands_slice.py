@@ -246,6 +246,16 @@ def _warn(report: SlicingReport) -> None:
             "longer than on the real machine",
             file=sys.stderr,
         )
+    from prismreplay.run.marks import CORE_WAIT_BOUND
+
+    waited = max((one.core_wait for one in report.outcomes), default=0.0)
+    if waited > CORE_WAIT_BOUND:
+        print(
+            f"warning: ranks of a slice waited for a core, which others had, for up to "
+            f"{waited:.0%} of the time in which they could compute: durations are longer "
+            "than on a quiet machine",
+            file=sys.stderr,
+        )
     if not report.settled:
         print(
             "warning: durations have not settled; refine more, repeat slices, or accept more "

@@ -16,6 +16,7 @@ from prismreplay.emulation.stages import (
     kept_note,
     run_stage,
 )
+from prismreplay.run.injecting import edits_of
 from prismtrace.output import output_error
 from prismtrace.ranks import format_ranks
 
@@ -121,10 +122,12 @@ def emulate(
         ProgramError: the program cannot be found.
         InputFileError: a file that is named cannot be read.
         OutputError: the folder cannot be written.
+        PlanError: what is to be injected cannot be understood.
         StageError: a stage failed, and has said why.
     """
     call = program_of(program)
     call.check()
+    injected = edits_of(options.inject, options.sandbox)  # not only when all else is done
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -155,6 +158,7 @@ def emulate(
         {name: note.report for name, note in notes.items()},
         folder / "run.logs",
         options.sandbox,
+        injected,
     )
     return Emulation(folder, tuple(records), findings)
 

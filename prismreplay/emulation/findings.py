@@ -10,9 +10,12 @@ from typing import Any
 
 import polars as pl
 
+from prismcalib.edits import Edit
 from prismcalib.paths import CriticalPath, critical_path
 from prismcalib.prediction import path_basis, predict
-from prismtrace.schema import TransferSource
+from prismcalib.whatif import what_if
+from prismreplay.run.marks import CORE_WAIT_BOUND
+from prismtrace.schema import Kind, TransferSource
 from prismtrace.trace import open_trace
 
 __all__ = ["Findings", "Share", "find", "losses_in"]
@@ -37,7 +40,8 @@ class Findings:
     """What came of an emulation. Times in ns, sizes in bytes.
 
     Attributes:
-        predicted_step_ns: by the calibrated timeline of all ranks.
+        predicted_step_ns: by the calibrated timeline of all ranks, with what was injected.
+        uninjected_step_ns: the same without; None if nothing was injected.
         emulated_step_ns: as the sandbox ranks took it, without what the emulator was late; None
             if they made no step.
         steps: how many they made; the first does not count.
@@ -53,6 +57,7 @@ class Findings:
     """
 
     predicted_step_ns: int
+    uninjected_step_ns: int | None
     emulated_step_ns: int | None
     steps: int
     peak_memory: dict[int, int]
@@ -71,7 +76,11 @@ class Findings:
 
 
 def find(
-    calibrated: Path, reports: Mapping[str, Mapping[str, Any]], logs: Path, sandbox: Sequence[int]
+    calibrated: Path,
+    reports: Mapping[str, Mapping[str, Any]],
+    logs: Path,
+    sandbox: Sequence[int],
+    injected: Sequence[Edit] = (),
 ) -> Findings:
     """Put together what the stages of an emulation gave.
 
@@ -80,9 +89,14 @@ def find(
         reports: stage -> what its command reported.
         logs: folder of what the sandbox ranks printed.
         sandbox: the ranks that ran.
+        injected: what virtual ranks did otherwise than in the timeline.
     """
     prediction = predict(calibrated, draws=0)
-    path = _of_counted_steps(critical_path(calibrated), prediction.warmup)
+    step_ns, whole_path, before_ns = prediction.step_ns, None, None
+    if injected:
+        scenario = what_if(calibrated, injected).scenarios[0]
+        step_ns, whole_path, before_ns = scenario.step_ns, scenario.critical_path, step_ns
+    path = _of_counted_steps(whole_path or critical_path(calibrated), prediction.warmup)
     kinds = [
         Share(kind, busy + gap, share)
         for kind, busy, gap, share in path.shares("kind")
@@ -93,7 +107,8 @@ def find(
     ]
     run = reports["run"]
     return Findings(
-        predicted_step_ns=prediction.step_ns,
+        predicted_step_ns=step_ns,
+        uninjected_step_ns=before_ns,
         path=tuple(kinds),
         ranks_on_path=dict(path.shares("rank").select("rank", "share").iter_rows()),
         basis=path_basis(path),
@@ -133,12 +148,11 @@ def _of_counted_steps(path: CriticalPath, warmup: int) -> CriticalPath:
     )
 
 
-def _unknown_kinds(calibrated: Path) -> str:
-    """Kinds of the transfers that nobody knows, and how many: ` (32 barrier)`."""
+def _unknown_kinds(calibrated: Path) -> dict[str, int]:
+    """Kinds of the transfers that nobody knows, and how many, most first."""
     unknown = pl.col("transfer_source").cast(pl.String) == TransferSource.NONE.value
     kinds = open_trace(calibrated).nodes.filter(unknown).group_by("kind").len()
-    counts = kinds.sort("len", "kind", descending=[True, False]).collect().rows()
-    return f" ({', '.join(f'{count:,} {kind}' for kind, count in counts)})" if counts else ""
+    return dict(kinds.sort("len", "kind", descending=[True, False]).collect().iter_rows())
 
 
 def losses_in(text: str) -> tuple[float, ...]:
@@ -162,13 +176,18 @@ def _warnings(reports: Mapping[str, Mapping[str, Any]], calibrated: Path) -> Ite
             "slices shared cores with each other or with the emulator: times are longer than on "
             "the real machine; losses, memory and the graph are not touched by that"
         )
-    merged = reports["merge"]
-    unknown, known = merged["unknown_transfers"], sum(merged["sources"].values())
-    if unknown > _FEW * known:
+    waited = max((one.get("core_wait", 0.0) for one in slices.get("outcomes", ())), default=0.0)
+    waited = max(waited, run.get("core_wait", 0.0))
+    if waited > CORE_WAIT_BOUND:
         yield (
-            f"{unknown:,} of {known:,} transfers are not known and count as nothing"
-            f"{_unknown_kinds(calibrated)}: no slice had their whole group. More --devices, or a table of their times (--comm-table), help"
+            f"ranks waited for a core, which others had, for up to {waited:.0%} of the time in which "
+            "they could compute: another try gives other times, and configurations are not to be "
+            "compared by these; `prismreplay doctor` says how busy the machine is"
         )
+    merged = reports["merge"]
+    all_known = sum(merged["sources"].values())
+    if merged["unknown_transfers"] > _FEW * all_known:
+        yield from _unknown_warnings(_unknown_kinds(calibrated), all_known)
     if slices["rounds"] and not slices["rounds"][-1]["settled"]:
         yield "durations have not settled: refine more, or repeat slices"
     if run["disturbed"]:
@@ -183,6 +202,24 @@ def _warnings(reports: Mapping[str, Mapping[str, Any]], calibrated: Path) -> Ite
         yield (
             "the run made more steps than were collected; what virtual ranks sent in those was "
             "that of the last one, and losses are not the job's"
+        )
+
+
+def _unknown_warnings(kinds: dict[str, int], transfers: int) -> Iterator[str]:
+    """`kinds`: how many of all `transfers` nobody knows. Nothing measures barriers."""
+    barriers = kinds.pop(Kind.BARRIER.value, 0)
+    unknown = sum(kinds.values())
+    if unknown > _FEW * transfers:
+        listed = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+        yield (
+            f"{unknown:,} of {transfers:,} transfers are not known and count as nothing ({listed}): "
+            "no slice had their whole group. More --devices, or a table of their times "
+            "(--comm-table), help"
+        )
+    if barriers > _FEW * transfers:
+        yield (
+            f"{barriers:,} of {transfers:,} transfers are barriers, and take no time beyond the "
+            "waiting for the last rank: tables do not hold what they take"
         )
 
 

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["DeviceSummary", "Memory", "RankSummary", "StepMark"]
+__all__ = [
+    "CORE_WAIT_BOUND",
+    "DeviceSummary",
+    "Memory",
+    "RankSummary",
+    "StepMark",
+    "core_times",
+    "core_wait",
+]
+
+CORE_WAIT_BOUND = 0.1
+"""Share of their time that ranks may wait for a core before times are called into doubt."""
 
 _PAGE = os.sysconf("SC_PAGESIZE")
 
 
 class StepMark(NamedTuple):
-    """The end of a step on a rank. Times in ns on the machine's clock, sizes in bytes."""
+    """The end of a step on a rank. Times in ns on the machine's clock, sizes in bytes.
+
+    Until then its main thread was `on_core_ns` on a core, and `queued_ns` ready for one that others
+    had.
+    """
 
     rank: int
     step: int
@@ -24,6 +40,34 @@ class StepMark(NamedTuple):
     resident_bytes: int
     peak_resident_bytes: int
     allocated_bytes: int
+    on_core_ns: int = 0
+    queued_ns: int = 0
+
+
+def core_times() -> tuple[int, int]:
+    """`on_core_ns` and `queued_ns` of this process's main thread; zeros where the kernel is silent."""
+    try:
+        on_core, queued = Path("/proc/self/schedstat").read_text(encoding="ascii").split()[:2]
+    except (OSError, ValueError):
+        return 0, 0
+    return int(on_core), int(queued)
+
+
+def core_wait(marks: Iterable[StepMark]) -> float:
+    """Share of the time in which ranks could have computed that they waited for a core.
+
+    The first step of each does not count where there are others.
+    """
+    of_rank: dict[int, list[StepMark]] = {}
+    for mark in marks:
+        of_rank.setdefault(mark.rank, []).append(mark)
+    on_core = queued = 0
+    for listed in of_rank.values():
+        first, last = listed[0], listed[-1]
+        before = (first.on_core_ns, first.queued_ns) if len(listed) > 1 else (0, 0)
+        on_core += last.on_core_ns - before[0]
+        queued += last.queued_ns - before[1]
+    return queued / max(1, queued + on_core)
 
 
 class RankSummary(NamedTuple):

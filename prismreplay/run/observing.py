@@ -8,7 +8,7 @@ from typing import Any
 from prismreplay.collect.handover import Place
 from prismreplay.collect.pool import Observed
 from prismreplay.run.clock import RunClock
-from prismreplay.run.marks import Memory, StepMark
+from prismreplay.run.marks import Memory, StepMark, core_times
 from prismreplay.run.spinning import Spinner
 
 __all__ = ["mark_steps", "observed"]
@@ -59,14 +59,20 @@ def mark_steps(
 
     def tell() -> None:
         begun = clock.machine()
+        resident, peak, allocated = memory.read()
+        on_core, queued = core_times()
         mark = StepMark(
-            rank,
-            position.step_done,
-            begun,
-            clock.debt_ns,
-            clock.late_ns,
-            clock.handing_ns,
-            *memory.read(),
+            rank=rank,
+            step=position.step_done,
+            end_ns=begun,
+            debt_ns=clock.debt_ns,
+            late_ns=clock.late_ns,
+            handing_ns=clock.handing_ns,
+            resident_bytes=resident,
+            peak_resident_bytes=peak,
+            allocated_bytes=allocated,
+            on_core_ns=on_core,
+            queued_ns=queued,
         )
         connection.tell(("step", tuple(mark)))
         clock.handed_over(clock.machine() - begun)

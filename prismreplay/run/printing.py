@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from prismcalib.durations import format_ns as ns
+from prismreplay.run.marks import CORE_WAIT_BOUND
 from prismreplay.run.results import Comparison, GroupResult, RankResult, RunReport, StepResult
 from prismtrace import console
 from prismtrace.ranks import format_ranks
@@ -21,8 +22,15 @@ _MIRRORED = (
 )
 
 
-def print_run(report: RunReport, *, spun: bool) -> None:
-    """What a run did; `spun` if pieces of the program were to have another pace."""
+def print_run(report: RunReport, *, spun: bool, injected: bool = False) -> None:
+    """What a run did.
+
+    Args:
+        report: of the run.
+        spun: pieces of the program were to have another pace.
+        injected: virtual ranks were to do otherwise than the timeline that predicts.
+    """
+    expected = "predicted without --inject" if injected else "predicted"
     rows: list[tuple[str, object]] = [
         ("ranks", f"{format_ranks(report.sandbox)} of {report.world_size}"),
         ("steps", len(report.steps) or "none found"),
@@ -33,7 +41,7 @@ def print_run(report: RunReport, *, spun: bool) -> None:
             (
                 "step time",
                 ns(report.step_ns)
-                + ("" if predicted is None else f", predicted {ns(predicted)}")
+                + ("" if predicted is None else f", {expected} {ns(predicted)}")
                 + f"; here it took {ns(report.measured_step_ns or 0)}",
             )
         )
@@ -52,7 +60,7 @@ def print_run(report: RunReport, *, spun: bool) -> None:
     for name, text in rows:
         print(f"{name + ':':<18} {text}")
     print()
-    _print_tables(report)
+    _print_tables(report, expected)
     console.announce_output(report.output)
 
 
@@ -73,6 +81,12 @@ def _warnings(report: RunReport, *, spun: bool) -> list[tuple[str, object]]:
         found.append(
             ("warning", "answers came late: these times are this machine's; use an idle core more")
         )
+    if report.timed and report.core_wait > CORE_WAIT_BOUND:
+        text = (
+            f"ranks waited for a core, which others had, for {report.core_wait:.0%} of the time in "
+            "which they could compute: these times are this machine's"
+        )
+        found.append(("warning", text))
     if report.repeated_operations:
         found.append(("warning", f"{report.repeated_operations:,} {_REPEATED}"))
     mirrored = sum(one.device["mirrored"] for one in report.ranks if one.device)
@@ -99,9 +113,9 @@ def _warnings(report: RunReport, *, spun: bool) -> list[tuple[str, object]]:
     return found
 
 
-def _print_tables(report: RunReport) -> None:
+def _print_tables(report: RunReport, expected: str) -> None:
     if report.steps:
-        _print_steps(report.steps)
+        _print_steps(report.steps, expected)
     _print_groups(report)
     played = [one for one in report.groups if one.reduced_transfer_ns is not None]
     if played:
@@ -114,10 +128,10 @@ def _print_tables(report: RunReport) -> None:
         _print_comparison(report.comparison)
 
 
-def _print_steps(steps: Sequence[StepResult]) -> None:
+def _print_steps(steps: Sequence[StepResult], expected: str) -> None:
     console.table(
         "Steps",
-        ["step", "emulated", "predicted", "took here", "late answers"],
+        ["step", "emulated", expected, "took here", "late answers"],
         [
             [
                 one.step,

@@ -14,7 +14,7 @@ import polars as pl
 
 from prismcalib.step_times import step_durations, typical_ns
 from prismreplay.run.hybrid import GroupUse
-from prismreplay.run.marks import DeviceSummary, StepMark
+from prismreplay.run.marks import DeviceSummary, StepMark, core_wait
 from prismreplay.run.running import RunOutcome
 from prismreplay.run.small_groups import MovedSummary
 from prismreplay.tensors.prefetching import PrefetchReport
@@ -142,7 +142,8 @@ class RunReport:
     steps beyond the graph, whose recorded tensors are those of its last step; `missing_operations`
     of the graph were not made; `resized_operations` carried other numbers of bytes.
     `transfer_sources` says, of the operations with virtual members, from where their transfer
-    times are known.
+    times are known. Of the time in which ranks could compute they waited for a core for the share
+    `core_wait`.
     """
 
     output: Path
@@ -173,6 +174,7 @@ class RunReport:
     checked: bool
     comparison: Comparison | None = None
     policies: dict[str, int] = field(default_factory=dict)
+    core_wait: float = 0.0
 
 
 def report_of(
@@ -251,6 +253,7 @@ def report_of(
         checked=checked,
         comparison=None if real is None else _compare(real, outcome, sandbox),
         policies=dict(outcome.made.policies),
+        core_wait=core_wait(outcome.marks),
     )
 
 

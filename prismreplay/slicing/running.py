@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from prismreplay.plan import compile_plan
+from prismreplay.run.marks import core_wait
 from prismreplay.slicing.cutting import steps_only
 from prismreplay.slicing.fingerprint import KEY
 from prismreplay.slicing.task import SliceOutcome, SliceTask
@@ -150,6 +151,7 @@ def _finished(task: SliceTask, graph: Trace, raw: Trace, ran: RunOutcome) -> Sli
             sum(one.late_ns for one in summaries),
         ),
         policies=dict(ran.made.policies),
+        core_wait=core_wait(ran.marks),
     )
 
 

@@ -73,6 +73,7 @@ class SliceOutcome:
         peak_memory_bytes: of its ranks together.
         virtual_late: operations whose answer came late, and by how long in all, in ns.
         policies: what was repaired or assumed, and how often.
+        core_wait: share of the time in which its ranks could compute that they waited for a core.
     """
 
     index: int
@@ -87,3 +88,4 @@ class SliceOutcome:
     peak_memory_bytes: int
     virtual_late: tuple[int, int] = (0, 0)
     policies: dict[str, int] = field(default_factory=dict)
+    core_wait: float = 0.0

@@ -9,7 +9,7 @@ import pytest
 from prismreplay.emulation import emulating
 from prismreplay.emulation.emulating import EmulateOptions, emulate
 from prismreplay.emulation.stages import StageError
-from prismreplay.errors import ProgramError
+from prismreplay.errors import PlanError, ProgramError
 
 ALL = ["collect", "comm-bench", "slice", "merge", "run"]
 
@@ -164,4 +164,11 @@ def test_a_program_that_is_not_there_begins_nothing(tmp_path):
         emulate(
             ["nothing.py"], tmp_path / "work", EmulateOptions(world_size=2, devices=1), Watching()
         )
+    assert not (tmp_path / "work").exists()
+
+
+def test_what_cannot_be_injected_begins_nothing(train, tmp_path):
+    options = EmulateOptions(world_size=2, devices=1, inject=("rank=1",))
+    with pytest.raises(PlanError, match="does not say what to change"):
+        emulate(train, tmp_path / "work", options, Watching())
     assert not (tmp_path / "work").exists()

@@ -10,6 +10,7 @@ import prismcalib
 import prismtrace
 from prismcalib import synth
 from prismreplay.emulation.findings import find, losses_in
+from prismreplay.run.injecting import edits_of
 from tests.prismtrace.conftest import build_trace
 
 RUN = {
@@ -23,7 +24,7 @@ RUN = {
 }
 REPORTS = {
     "slice": {"timing_true": False, "rounds": []},
-    "merge": {"unknown_transfers": 40, "sources": {"none": 40, "measured": 60}},
+    "merge": {"unknown_transfers": 2, "sources": {"none": 2, "measured": 98}},
     "run": RUN,
 }
 
@@ -54,18 +55,56 @@ def test_what_the_run_told_is_passed_on(found):
 
 
 def test_doubts_are_told(found):
-    assert len(found.warnings) == 3
+    assert len(found.warnings) == 2
     assert "shared cores" in found.warnings[0]
-    assert "40 of 100 transfers" in found.warnings[1]
-    assert "by up to 50%" in found.warnings[2]
+    assert "by up to 50%" in found.warnings[1]
+
+
+@pytest.mark.parametrize("busy", ["slice", "run"])
+def test_a_machine_that_others_use_is_told(tmp_path, busy):
+    report = {"outcomes": [{"core_wait": 0.6}, {}]} if busy == "slice" else {"core_wait": 0.6}
+    reports = REPORTS | {busy: REPORTS[busy] | report}
+    rows = [{"rank": 0, "start_ns": 0, "dur_ns": 5}]
+    prismtrace.write(build_trace(*rows, kind="calibrated"), tmp_path / "calibrated.parquet")
+    told = find(tmp_path / "calibrated.parquet", reports, tmp_path, ()).warnings
+    assert "waited for a core, which others had, for up to 60%" in told[1]
+
+
+def _doubts(folder, *kinds):
+    """Warnings about a job whose transfers nobody knows."""
+    rows = [
+        {"rank": rank, "kind": kind, "group": 0, "seq": seq, "start_ns": 0, "dur_ns": 0}
+        | {"wait_ns": 0, "transfer_source": "none"}
+        for rank in (0, 1)
+        for seq, kind in enumerate(kinds)
+    ]
+    prismtrace.write(build_trace(*rows, kind="calibrated"), folder / "calibrated.parquet")
+    return find(folder / "calibrated.parquet", REPORTS, folder, ()).warnings[1:-1]
 
 
 def test_kinds_of_transfers_that_nobody_knows(tmp_path):
-    barrier = {"kind": "barrier", "group": 0, "seq": 0, "start_ns": 0, "dur_ns": 0, "wait_ns": 0}
-    rows = [barrier | {"rank": rank, "transfer_source": "none"} for rank in (0, 1)]
-    prismtrace.write(build_trace(*rows, kind="calibrated"), tmp_path / "calibrated.parquet")
-    found = find(tmp_path / "calibrated.parquet", REPORTS, tmp_path, ())
-    assert "count as nothing (2 barrier): no slice" in found.warnings[1]
+    (told,) = _doubts(tmp_path, "all_reduce")
+    assert told.startswith("2 of 100 transfers are not known")
+    assert "count as nothing (2 all_reduce): no slice" in told
+    assert "--comm-table" in told
+
+
+def test_no_table_is_asked_for_because_of_barriers(tmp_path):
+    (told,) = _doubts(tmp_path, "barrier")
+    assert told.startswith("2 of 100 transfers are barriers")
+    assert "--comm-table" not in told
+    assert len(_doubts(tmp_path, "barrier", "all_reduce")) == 2
+
+
+def test_a_prediction_holds_what_was_injected(found, tmp_path):
+    job = synth.JobSpec(pp=2, tp=2, dp=1, microbatches=2, layers_per_stage=1, steps=3)
+    calibrated = tmp_path / "calibrated.parquet"
+    prismcalib.merge(synth.generate(job)).write(calibrated)
+    slow = find(calibrated, REPORTS, tmp_path, (3,), edits_of(["rank=1,scale=4"], (3,)))
+    assert found.uninjected_step_ns is None
+    assert slow.uninjected_step_ns == found.predicted_step_ns
+    assert slow.predicted_step_ns > 2 * found.predicted_step_ns
+    assert slow.ranks_on_path[1] > found.ranks_on_path.get(1, 0)
 
 
 @pytest.mark.parametrize(
