@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from prismtrace import console
 from prismtrace.arguments import JsonFlag, numbers_of, ranks_of_files, wrong_usage
+
+if TYPE_CHECKING:
+    from prismtrace.converters.inputs import InputFiles
 
 __all__ = ["convert"]
 
@@ -162,6 +165,7 @@ def convert(
     from prismtrace.printing import print_conversion
 
     files = expand_inputs(inputs)
+    _warn_of_skipped(files)
     ranks = ranks_of_files(rank or [], [str(file) for file in files])
     with wrong_usage("--rank"):
         given_ranks(files, ranks)
@@ -196,6 +200,24 @@ def convert(
     else:
         print_conversion(report)
         console.announce_output(output)
+
+
+def _warn_of_skipped(files: InputFiles) -> None:
+    """Name the JSON files of folders and archives that are left out."""
+    from prismtrace.converters.archives import name_of
+
+    if files.skipped:
+        names = [console.printable(name_of(path)) for path in files.skipped]
+        more = len(names) - _MOST_NAMES
+        print(
+            f"warning: {console.counted(len(names), 'JSON file')} skipped, in no format that is "
+            f"known here: {', '.join(names[:_MOST_NAMES])}"
+            + (f" and {more} more" if more > 0 else ""),
+            file=sys.stderr,
+        )
+
+
+_MOST_NAMES = 8
 
 
 @contextmanager

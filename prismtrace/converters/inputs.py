@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prismtrace.converters.archives import is_archive, members_of, name_of
-from prismtrace.converters.sniff import is_dump, is_operation_level
+from prismtrace.converters.sniff import is_dump, is_foreign_json, is_operation_level
 from prismtrace.errors import InputFileError, RankError
 from prismtrace.input_files import files_of, require_readable, unreadable
 
-__all__ = ["PathLike", "expand_inputs", "given_ranks", "rank_in_name"]
+__all__ = ["InputFiles", "PathLike", "expand_inputs", "given_ranks", "rank_in_name"]
 
 PathLike = str | os.PathLike[str]
 
@@ -24,20 +24,33 @@ _ET = r"[._-](\d+)\.et(?:\.gz)?$"
 _RANK_IN_NAME = (r"rank[-_]?(\d+)", r"worker[-_]?(\d+)", r"_(\d+)\.(?:json|sqlite)", _ET)
 
 
-def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
+class InputFiles(list[Path]):
+    """The files that a conversion reads.
+
+    `skipped` are JSON files of other programs that lie among the traces of a folder or archive.
+    """
+
+    skipped: list[Path]
+
+
+def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> InputFiles:
     """Files, folders, glob patterns and archives as a list of files.
 
-    Of folders and archives those count that end like a trace (`_SUFFIXES`); of folders also
-    flight-recorder dumps and operation-level logs.
+    Of folders and archives those count that end like a trace (`_SUFFIXES`), but for JSON files
+    that are none; of folders also flight-recorder dumps and operation-level logs. What was
+    expanded already stays as it is.
 
     Raises:
         InputFileError: a path does not exist or a folder holds no trace.
     """
+    if isinstance(inputs, InputFiles):
+        return inputs
     given = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
     paths: list[Path] = []
+    skipped: list[Path] = []
     for item in given:
         try:
-            paths += files_of(
+            found = files_of(
                 item,
                 (*_SUFFIXES, *_ARCHIVES),
                 what="trace (.json, .json.gz, .et, .et.gz or .sqlite, or an archive of them) and no "
@@ -47,24 +60,50 @@ def expand_inputs(inputs: PathLike | Sequence[PathLike]) -> list[Path]:
             )
         except OSError as error:
             raise unreadable(item, error) from error
+        for path in found:
+            require_readable(path)
+        paths += _traces_among(item, found, skipped)
     if not paths:
         raise InputFileError("no input file was given", hint="name at least one trace")
-    for path in paths:
-        require_readable(path)
-    paths = [member for path in paths for member in _members(path)]
     seen: set[Path] = set()
     for path in paths:
         if path.resolve() in seen:
             raise RankError("the file is given twice", where=str(path), hint="name it once")
         seen.add(path.resolve())
-    return paths
+    files = InputFiles(paths)
+    files.skipped = skipped
+    return files
 
 
-def _members(path: Path) -> list[Path]:
-    """The traces in an archive; any other file stands for itself."""
-    if path.name.endswith(_SUFFIXES) or not is_archive(path):
-        return [path]
-    return members_of(path, _SUFFIXES)
+def _traces_among(item: PathLike, found: Sequence[Path], skipped: list[Path]) -> list[Path]:
+    """Without the JSON files of other programs, which go into `skipped`; archives as members.
+
+    A file that was named is taken for what it is said to be.
+
+    Raises:
+        InputFileError: nothing else is there.
+    """
+    traces: list[Path] = []
+    foreign: list[Path] = []
+    named = not Path(item).is_dir()
+    for path in found:
+        is_file = path.name.endswith(_SUFFIXES) or not is_archive(path)
+        for member in [path] if is_file else members_of(path, _SUFFIXES):
+            is_named = named and is_file
+            (foreign if not is_named and is_foreign_json(member) else traces).append(member)
+    if foreign and not traces:
+        raise InputFileError(
+            "none of the JSON files in it is a trace: "
+            + ", ".join(path.name for path in foreign[:_SHOWN])
+            + (f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""),
+            where=str(item),
+            hint="name the folder or the files that the profiler wrote",
+        )
+    skipped += foreign
+    return traces
+
+
+_SHOWN = 4  # names
 
 
 def _is_told_by_content(path: Path) -> bool:

@@ -8,7 +8,6 @@ they were made from and how. The record comes last, and both come whole or not a
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import shutil
 import time
@@ -92,12 +91,19 @@ def count_kept(target: Path) -> int:
 def part_key(path: Path, options: RankOptions, given_rank: int | None) -> str:
     """A name for what a file becomes: changes with the file, the options and this package."""
     found = path.stat()
-    # Members of archives are unpacked elsewhere each time.
-    name = name_of(path)
-    place = os.fsencode(path.resolve() if name == str(path) else name)
-    file = (place, found.st_size, found.st_mtime_ns)
+    file = (_place_of(path), found.st_size, found.st_mtime_ns)
+    beside = tuple(
+        replace(other, path=_place_of(Path(other.path))) for other in options.execution_traces
+    )
+    options = replace(options, execution_traces=beside)
     made_from = repr((file, options, given_rank, __version__))
     return blake2b(made_from.encode(), digest_size=16).hexdigest()
+
+
+def _place_of(path: Path) -> str:
+    """Where a file is, or an archive's member, which is unpacked elsewhere each time."""
+    name = name_of(path)
+    return str(path.resolve()) if name == str(path) else name
 
 
 def make_part(

@@ -164,7 +164,8 @@ def convert(
         TraceError: an input cannot be used, or ranks do not fit together.
         OutputError: the result cannot be written.
     """
-    paths = expand_inputs(inputs)
+    files = expand_inputs(inputs)
+    paths: list[Path] = files
     if mapping is not None or is_operation_level(paths[0]):
         from prismtrace.converters.ops import convert_operations
 
@@ -204,6 +205,7 @@ def convert(
             named = unlisted(named, [trace.groups for trace in traces])
         world_size = _world_size(traces, named.values())
         counts: Counter[str] = Counter()
+        counts["skipped-json"] += len(files.skipped)
         for trace in traces:
             counts.update(trace.counts)
         traces = groups_from_dumps(traces, dumps, given, counts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -10,7 +11,15 @@ from pathlib import Path
 from prismtrace.converters.content import read_blocks
 from prismtrace.errors import SourceFormatError
 
-__all__ = ["DUMPS", "SourceFormat", "is_dump", "is_operation_level", "sniff", "unsupported"]
+__all__ = [
+    "DUMPS",
+    "SourceFormat",
+    "is_dump",
+    "is_foreign_json",
+    "is_operation_level",
+    "sniff",
+    "unsupported",
+]
 
 _HEAD_BYTES = 256 * 1024
 
@@ -99,6 +108,19 @@ def is_operation_level(path: Path) -> bool:
 def is_dump(path: Path) -> bool:
     """Whether the path is a file that the flight recorder wrote."""
     return path.is_file() and sniff(path) in DUMPS
+
+
+def is_foreign_json(path: Path) -> bool:
+    """Whether the file is JSON, gzipped or not, that no tool wrote of which traces are read.
+
+    What is damaged before it says anything may be a trace.
+    """
+    if not path.name.endswith((".json", ".json.gz")) or sniff(path) is not SourceFormat.UNKNOWN:
+        return False
+    counts: Counter[str] = Counter()
+    head = _take(read_blocks(path, counts=counts), _HEAD_BYTES)
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    return text[:1] in {b"{", b"["} and not counts
 
 
 def unsupported(path: Path, found: SourceFormat) -> SourceFormatError:

@@ -12,9 +12,10 @@ import pytest
 from prismtrace.converters import convert
 from prismtrace.converters.inputs import expand_inputs
 from prismtrace.converters.kept import count_kept
-from prismtrace.errors import InputFileError, RankError
+from prismtrace.errors import InputFileError, RankError, ValidationError
 from tests.prismtrace.chakra_traces import COLL, framed, node
 from tests.prismtrace.kineto_events import run
+from tests.prismtrace.test_pytorch_et import told_apart
 
 
 def archive(path: Path, members: dict[str, bytes], mode: str = "w:gz") -> Path:
@@ -62,6 +63,50 @@ def test_members_are_known_again(tmp_path):
         with pytest.raises(InputFileError, match="damaged"):
             convert(path, out, resume=True)
         assert count_kept(out) == 1
+
+
+def test_members_beside_others_are_known_again(tmp_path, monkeypatch):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    profiles, traces = told_apart(folder, "2.4")
+    members = {path.name: path.read_bytes() for path in (*profiles, *traces)}
+    path = archive(tmp_path / "job.tgz", members)
+    out = tmp_path / "out.parquet"
+    (tmp_path / "used").mkdir()
+    # Whatever fails comes after all files have been read.
+    with monkeypatch.context() as patch:
+        patch.setattr("prismtrace.converters.pipeline.match", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert(path, out, resume=True)
+    monkeypatch.setattr("prismtrace.converters.kept.convert_file", lambda *_: 1 / 0)
+    assert convert(path, out, resume=True).ranks == tuple(range(len(profiles)))
+
+
+def test_json_of_other_programs_is_left_out(tmp_path):
+    notes = b'{"learning_rate": 0.1}'
+    members = {"run.0.et": TRACE, "config.json": notes, "list.json": b"[1, 2]"}
+    path = archive(tmp_path / "job.tgz", members)
+    folder = tmp_path / "job"
+    folder.mkdir()
+    for name, text in members.items():
+        (folder / name).write_bytes(text)
+    for given in (path, folder):
+        found = expand_inputs(given)
+        assert [member.name for member in found.skipped] == ["config.json", "list.json"]
+        _, report = run(tmp_path, given)
+        assert (report.ranks, report.repairs["skipped-json"]) == ((0,), 2)
+        with pytest.raises(ValidationError, match="skipped-json 2"):
+            run(tmp_path, given, strict=True)
+    # What is named, or damaged, is not passed over.
+    with pytest.raises(InputFileError, match="no traceEvents"):
+        run(tmp_path, [folder / "run.0.et", folder / "config.json"])
+    for text in (b"", b"\x1f\x8b{"):
+        (folder / "list.json").write_bytes(text)
+        assert folder / "list.json" in expand_inputs(folder)
+    (folder / "run.0.et").unlink()
+    (folder / "list.json").write_bytes(notes)
+    with pytest.raises(InputFileError, match=r"none .* is a trace: config.json, list.json"):
+        expand_inputs(folder)
 
 
 def test_nothing_is_unpacked_outside(tmp_path):
