@@ -130,7 +130,8 @@ class Launcher:
 
     def launch(self, works: Sequence[DeviceWork]) -> None:
         """Start operations, as one."""
-        current = self.streams.current()
+        current, shelf = self.streams.current(), self._shelf(works[0].op)
+        shelf.issued()
         if not any(work.asynchronous for work in works):
             with self._at_its_own_pace():
                 self._perform(works, current)
@@ -145,11 +146,13 @@ class Launcher:
         if end.event is None:  # the timeline has put nothing there
             end = Mark(end.host_ns, stream, self.streams.new_event())
             self.streams.record(end.event, stream)
-        shelf = self._shelf(works[0].op)
         over = partial(self.is_past, end)
         for work in works:
             work.end, work.stream = end, stream
-            work.kept = shelf.keep((work.inputs, work.outputs, work.scratch), over)
+            if work.op.call in _MESSAGES:
+                self.streams.lend(stream, (*work.inputs, *work.outputs))
+            else:
+                work.kept = shelf.keep((work.inputs, work.outputs, work.scratch), over)
             work.forget_tensors()
 
     def _let_begin(

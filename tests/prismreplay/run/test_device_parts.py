@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import weakref
+
 import pytest
 
 pytest.importorskip("torch")
@@ -14,13 +17,17 @@ from prismreplay.run.device_fetching import Fetcher
 from prismreplay.run.device_numerics import alone, combine, make_up, mirror
 from prismreplay.run.device_shares import Piece, pieces_of
 from prismreplay.run.device_sources import MIRROR, NOTHING, RECORDING, DeviceSources, follow_rule
+from prismreplay.run.device_work import DeviceWork, Launcher
 from prismreplay.run.following import Placed, _Node
 from prismreplay.run.outside_memory import BufferPool
+from prismreplay.runtime.device_time import Timeline
 from prismreplay.runtime.operations import Call, Group, Op, TensorSpec
 from prismreplay.runtime.payloads import spec_of
+from prismreplay.runtime.shelves import LOOK_EVERY_NS, Shelf
 from prismreplay.tensors.rules import Rule, RuleSet
+from prismreplay.tensors.scope import FORMAT
 from prismtrace.schema import DType, ReduceOp
-from tests.prismreplay.run.fake_streams import FakeStreams
+from tests.prismreplay.run.fake_streams import FakeStreams, NoDevices
 
 GROUP = Group("0", (4, 5, 6), 1, "nccl")
 
@@ -109,7 +116,8 @@ def test_alone_a_rank_keeps_what_it_has():
 
 
 def test_sources_answer_in_order(tmp_path):
-    (tmp_path / "manifest.json").write_text('{"choice": "all", "most_bytes": 8}')
+    manifest = {"format": FORMAT, "world_size": 9, "groups": {}, "choice": "all", "most_bytes": 8}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     rules = RuleSet(rule=(Rule(kind="broadcast", constant=3), Rule(kind="gather", python="a:b")))
     sources = DeviceSources([rules, tmp_path])
     x = torch.zeros(2)
@@ -184,3 +192,41 @@ def test_what_comes_next_is_asked_for_before_it_is_needed():
     assert (fetcher.fetched, fetcher.late) == (30, 1)
     assert sorted(seq for seq, _ in hub.asked) == list(range(30))
     assert hub.answers == {}
+
+
+class Issuer:
+    """Puts operations into streams, on a clock of its own."""
+
+    def __init__(self):
+        self.now = 1
+        self.streams = FakeStreams()
+        timeline = Timeline(NoDevices(), None)
+        self.launcher = Launcher(self.streams, timeline, lambda _works, _stream: None)
+        self.launcher._shelves[GROUP.key] = Shelf(looks=True, clock=lambda: self.now)
+
+    def issue(self, call, *, asynchronous):
+        """Returns the operation, and whether its tensor lives."""
+        x = torch.zeros(2)
+        op = make_op(call, [x], [x], peer=6 if call is Call.SEND else None)
+        placed = Placed(None, 0, 0, None, 0, 0, None)
+        work = DeviceWork(self.launcher, op, 0, placed, ([x], [x]), asynchronous=asynchronous)
+        self.launcher.launch([work])
+        return work, weakref.ref(x)
+
+
+def test_tensors_stay_until_the_backend_would_have_looked():
+    issuer = Issuer()
+    work, tensor = issuer.issue(Call.ALL_REDUCE, asynchronous=True)
+    work.wait_by_future()
+    issuer.issue(Call.ALL_REDUCE, asynchronous=False)
+    assert tensor() is not None
+    issuer.now += 2 * LOOK_EVERY_NS
+    issuer.issue(Call.ALL_REDUCE, asynchronous=False)
+    assert tensor() is None, "also by an operation in the program's own stream"
+
+
+def test_of_messages_nothing_is_kept():
+    issuer = Issuer()
+    work, tensor = issuer.issue(Call.SEND, asynchronous=True)
+    assert tensor() is None
+    assert ("lend", work.stream, 2) in issuer.streams.said
