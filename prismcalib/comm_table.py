@@ -218,13 +218,12 @@ class CommTable:
 
     def estimate(self, operation: Operation) -> Estimate | None:
         """What the table says about an operation; None if nothing on as many ranks and hosts."""
-        if operation.bytes <= 0:
-            return None
-        found = self._curve_for(operation)
-        if found is None:
+        size = _log_bytes(operation)
+        found = None if size is None else self._curve_for(operation)
+        if found is None or size is None:
             return None
         curve, other_dtype = found
-        time, low, high, beyond = curve.at(math.log(operation.bytes))
+        time, low, high, beyond = curve.at(size)
         return Estimate(
             max(1, round(math.exp(time))), math.exp(-low), math.exp(high), beyond, other_dtype
         )
@@ -234,10 +233,9 @@ class CommTable:
 
         0 where the table does not say.
         """
-        found = None
-        if operation.bytes > 0:
-            found = self._curve_for(operation, self._cpu_curves)
-        return 0 if found is None else round(math.exp(found[0].at(math.log(operation.bytes))[0]))
+        size = _log_bytes(operation)
+        found = None if size is None else self._curve_for(operation, self._cpu_curves)
+        return 0 if found is None or size is None else round(math.exp(found[0].at(size)[0]))
 
     def _curve_for(
         self, operation: Operation, known: _Curves | None = None
@@ -252,7 +250,8 @@ class CommTable:
         if operation.dtype in curves:
             return curves[operation.dtype], False
         # A link moves bytes, whatever they mean; the curve with most points is the best known.
-        return max(curves.values(), key=lambda curve: len(curve.size)), True
+        best = max(curves.values(), key=lambda curve: len(curve.size))
+        return best, kind != Kind.BARRIER
 
     @cached_property
     def _curves(self) -> _Curves:
@@ -264,16 +263,25 @@ class CommTable:
         return _curves_of(measured, "cpu_ns", "cpu_ns", "cpu_ns")
 
 
+def _log_bytes(operation: Operation) -> float | None:
+    """Where an operation is on its curve; null if its payload is not known. A barrier has none."""
+    if operation.kind == Kind.BARRIER:
+        return 0.0
+    return math.log(operation.bytes) if operation.bytes > 0 else None
+
+
 _Curves = dict[tuple[str, int, int], dict[str, _Curve]]
 """By kind, ranks and hosts, then by dtype."""
 
 
 def _curves_of(times: pl.DataFrame, *columns: str) -> _Curves:
     curves: _Curves = {}
-    ordered = times.sort("bytes").partition_by(
+    # Of no bytes, as barriers are, there is no logarithm.
+    ordered = times.with_columns(pl.col("bytes").clip(1)).sort("bytes")
+    parts = ordered.partition_by(
         "kind", "ranks", "hosts", "dtype", as_dict=True, maintain_order=True
     )
-    for (kind, ranks, hosts, dtype), part in ordered.items():
+    for (kind, ranks, hosts, dtype), part in parts.items():
         curve = _Curve(*(part[name].log().to_list() for name in ("bytes", *columns)))
         curves.setdefault((kind, ranks, hosts), {})[dtype] = curve
     return curves

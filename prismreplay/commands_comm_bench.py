@@ -43,8 +43,8 @@ def comm_bench(
         str | None,
         typer.Option(
             metavar="KIND,...",
-            help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all and send by "
-            "default; reduce, gather and scatter, too.",
+            help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send and barrier "
+            "by default; reduce, gather and scatter, too.",
         ),
     ] = None,
     sizes: Annotated[

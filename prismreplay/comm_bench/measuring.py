@@ -45,7 +45,9 @@ Tensor = Any
 """A torch.Tensor; torch carries no types that a strict checker accepts."""
 
 _IN_PLACE = (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE)
-_TOGETHER = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
+_TOGETHER = (
+    Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.BARRIER,
+)  # fmt: skip
 _LEAST_TIMES, _MOST_TIMES = 3, 200
 _WARM_UPS = 2
 _COMPUTING_NS = 2_000_000
@@ -157,7 +159,7 @@ class _Bench:
         rows = []
         for _ in range(self._spec.rounds):
             for kind in kinds:
-                for size in self._spec.sizes:
+                for size in self._spec.sizes_of(kind):
                     if kind in skipped:
                         continue
                     call, nbytes = self._operation(kind, size)
@@ -269,6 +271,9 @@ class _Bench:
                 return lambda: distributed.send(whole, ranks[1], group=group), elements * itemsize
             return lambda: distributed.recv(whole, root, group=group), elements * itemsize
         how = {"group": group, "async_op": self._spec.computing}
+        if kind is Kind.BARRIER:
+            on = None if self._device.index is None else [self._device.index]
+            return self._performed(kind, lambda: distributed.barrier(device_ids=on, **how)), 0
         if kind in (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE):
             whole = make(elements)
             calls: dict[Kind, Callable[[], Any]] = {

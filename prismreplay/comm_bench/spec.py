@@ -29,6 +29,7 @@ USUAL_KINDS = (
     Kind.BROADCAST,
     Kind.ALL_TO_ALL,
     Kind.SEND,
+    Kind.BARRIER,
 )
 KINDS = (*USUAL_KINDS, Kind.REDUCE, Kind.GATHER, Kind.SCATTER)
 
@@ -60,6 +61,10 @@ class BenchSpec:
     rounds: int = 5
     round_s: float = 0.05
     computing: bool = False
+
+    def sizes_of(self, kind: Kind) -> tuple[int, ...]:
+        """Payloads to measure of a kind: a barrier carries nothing."""
+        return (0,) if kind is Kind.BARRIER else self.sizes
 
     def to_json(self) -> str:
         """For `of_json`, in another process."""

@@ -79,10 +79,11 @@ class ProcessorCosts:
         if op.call in (Call.SEND, Call.RECV):
             kind, count = Kind.SEND, 2
         measured = self._hosts.get(kind, {})
-        if not measured or count < 2 or op.dtype is None:
+        if not measured or count < 2 or (op.dtype is None and kind != Kind.BARRIER):
             return None, 1.0
         near = max((one for one in measured if one <= count), default=min(measured))
-        operation = Operation(kind, op.dtype.value, near, measured[near], op.payload_bytes)
+        dtype = None if op.dtype is None else op.dtype.value
+        operation = Operation(kind, dtype, near, measured[near], op.payload_bytes)
         return operation, bus_factor(kind, count) / bus_factor(kind, near)
 
 

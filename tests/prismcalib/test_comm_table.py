@@ -99,6 +99,13 @@ def test_another_dtype_is_better_than_none():
     assert (found.time_ns, found.other_dtype) == (100, True)
 
 
+def test_a_barrier_has_neither_payload_nor_dtype():
+    times = table((0, 7_000), kind="barrier")
+    assert ask(times, 0, kind="barrier", dtype=None) == (7_000, 1, 1, False, False)
+    assert times.estimate(Operation("barrier", None, 8, 1, -1)).time_ns == 7_000
+    assert times.estimate(Operation("barrier", None, 4, 1, -1)) is None
+
+
 def test_pairs_use_any_number_of_ranks():
     one, two = table((1000, 10), kind="send", ranks=8), table((1000, 30), kind="send", hosts=2)
     both = CommTable(pl.concat([one.times, two.times]))

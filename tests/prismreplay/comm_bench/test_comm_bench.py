@@ -23,7 +23,7 @@ FEW = ["--sizes", "1K,8K", "--rounds", "2"]
 
 def test_a_table_of_two_ranks(tmp_path):
     path = tmp_path / "table.parquet"
-    kinds = "all_reduce,all_gather,reduce_scatter,all_to_all,broadcast,reduce,gather,scatter,send"
+    kinds = "all_reduce,all_gather,reduce_scatter,all_to_all,broadcast,reduce,gather,scatter,send,barrier"
     answer = CliRunner().invoke(
         app, ["comm-bench", "--kinds", kinds, *FEW, "-o", str(path), "--json"]
     )
@@ -34,9 +34,9 @@ def test_a_table_of_two_ranks(tmp_path):
     table = CommTable.open(path)
     assert table.sources == ("comm-bench over gloo, 2 ranks on 1 host",)
     assert set(table.times["kind"]) == set(kinds.split(","))
-    assert table.times["samples"].to_list() == [2] * 18
+    assert table.times["samples"].to_list() == [2] * 19
     for kind in kinds.split(","):
-        found = table.estimate(Operation(kind, "float32", 2, 1, 4096))
+        found = table.estimate(Operation(kind, "float32", 2, 1, 0 if kind == "barrier" else 4096))
         assert found is not None
         assert found.time_ns > 0
         assert not found.extrapolated
@@ -49,7 +49,7 @@ def test_a_table_beside_computation(tmp_path):
     words = [
         "comm-bench",
         "--kinds",
-        "all_reduce,reduce_scatter,send",
+        "all_reduce,reduce_scatter,send,barrier",
         *FEW,
         "--beside-computation",
     ]
@@ -57,7 +57,7 @@ def test_a_table_beside_computation(tmp_path):
     assert answer.exit_code == 0, answer.output
     table = CommTable.open(path)
     assert table.sources == ("comm-bench over gloo, 2 ranks on 1 host, beside computation",)
-    assert table.times["samples"].to_list() == [2] * 6
+    assert table.times["samples"].to_list() == [2] * 7
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_samples_of_a_launchers_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--kinds", "barrier"], "'barrier' is none of"),
+        (["--kinds", "recv"], "'recv' is none of"),
         (["--sizes", "x"], "no size such as"),
         (["--group-sizes", "1"], "no numbers of members"),
         (["--dtype", "float"], "'float' is none of"),
