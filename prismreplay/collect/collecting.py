@@ -280,8 +280,10 @@ class _Run:
                 self._use_tensors(target)
                 self.service.run()
                 self._finish_tensors()
-        except BaseException:
+        except BaseException as error:
             with uninterrupted():
+                if isinstance(error, KeyboardInterrupt):
+                    self.service.tell_standing()
                 self.service.stop()
                 self._save_recording()
             self._save_finished_steps(target)
@@ -298,6 +300,7 @@ class _Run:
             if self._room is None
             else at_home(thrifty, len(self._room.gpus), self._is_on_gpu),
             stands_for=None if self._folding is None else self._folding.absent,
+            patient=True,
         )
 
     def _use_gpus(self, ranks: Sequence[RankProcess]) -> None:

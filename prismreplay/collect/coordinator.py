@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from prismreplay.collect.deadlock import Blocked, describe, lost
+from prismreplay.collect.deadlock import Blocked, describe, lost, who_waits
 from prismreplay.collect.key_value import (
     KeyValueStore,
     NotYet,
@@ -26,7 +26,7 @@ from prismreplay.collect.key_value import (
 from prismreplay.collect.matching import Matcher, Request
 from prismreplay.collect.messages import Message
 from prismreplay.collect.scheduling import Policy, Program, Turns, thrifty
-from prismreplay.errors import DeadlockError
+from prismreplay.errors import DeadlockError, MismatchError
 from prismreplay.runtime.operations import Call, Group, Op
 
 __all__ = ["Coordinator", "Counts", "Performer", "Question", "Sent"]
@@ -102,6 +102,7 @@ class Coordinator:
         performer: makes results.
         policy: decides who is next.
         stands_for: ranks that do not run, and those whose inputs are theirs too.
+        patient: of two ranks that differ, let a third one tell which is wrong; see `dispute`.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Coordinator:
         *,
         policy: Policy = thrifty,
         stands_for: Mapping[int, int] | None = None,
+        patient: bool = False,
     ) -> None:
         self.outbox: deque[Sent] = deque()
         self.counts = Counts()
@@ -123,7 +125,7 @@ class Coordinator:
         self._watch: Callable[[int, Op, Any], None] | None = None
         self._watch_store: Callable[[int, str, tuple[Any, ...]], None] | None = None
         self._stands_for = dict(stands_for or {})
-        self._matcher = Matcher(self._stands_for)
+        self._matcher = Matcher(self._stands_for, patient=patient)
         self._store = KeyValueStore()
         self._set_by: dict[str, int] = {}
         self._keys_set = itertools.count(1 << 40)
@@ -167,7 +169,7 @@ class Coordinator:
         """`rank` started an operation, and will wait for it or not.
 
         Raises:
-            MismatchError: it does not fit what another member did.
+            MismatchError: it does not fit what other members did.
         """
         if self._watch is not None:
             self._watch(rank, op, inputs)
@@ -239,6 +241,7 @@ class Coordinator:
 
         Raises:
             DeadlockError: another rank waits for it.
+            MismatchError: two others differ, and it does not tell which of them is wrong.
         """
         self.ended[rank] = code
         state = self._ranks[rank]
@@ -251,6 +254,8 @@ class Coordinator:
             if question.rank != rank
         }
         self.turns.release(rank, ended=True)
+        if self.dispute is not None:
+            raise self.dispute
         for question in self._blocked():
             self._refuse_lost(question)
 
@@ -310,9 +315,19 @@ class Coordinator:
         self._unblock(first, Sent(first.rank, ("refused", first.number, f"timed out: {keys}")))
         return True
 
+    @property
+    def dispute(self) -> MismatchError | None:
+        """Two ranks differ, and a third one may tell which of them is wrong."""
+        return self._matcher.dispute
+
     def deadlock(self) -> DeadlockError:
-        """What to say when it is stuck."""
+        """What to say when it is stuck, unless there is a `dispute`."""
         return describe(self._all_blocked(), self.ended, self._matcher.unreceived())
+
+    def standing(self) -> str:
+        """Who waits for whom at the moment; empty when nobody does."""
+        blocked = self._all_blocked()
+        return who_waits(blocked, self.ended) if blocked else ""
 
     def unreceived(self) -> int:
         """Messages that nobody has received."""

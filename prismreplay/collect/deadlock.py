@@ -9,7 +9,7 @@ from prismreplay.errors import DeadlockError
 from prismreplay.runtime.operations import Op
 from prismtrace.ranks import format_ranks
 
-__all__ = ["Blocked", "describe", "lost", "operation"]
+__all__ = ["Blocked", "describe", "lost", "operation", "who_waits"]
 
 MOST_LINES = 40
 """Waits that are listed; of a job of thousands of ranks nobody reads more."""
@@ -64,7 +64,7 @@ def describe(
         why = f"nobody sets the keys that {_ranks(asking)} {_verb('wait', asking)} for"
     else:
         why = "they wait for each other"
-    report = _report(blocked, ended)
+    report = who_waits(blocked, ended)
     if unreceived:
         report += f"\n{unreceived:,} messages were sent and not received"
     return DeadlockError(
@@ -81,7 +81,7 @@ def lost(
     return DeadlockError(
         f"rank {waits.rank} waits in {op}{at}, but the program of {_ranks(gone)} has ended "
         "without taking part",
-        report=_report(blocked, ended),
+        report=who_waits(blocked, ended),
         hint=_HINT,
     )
 
@@ -92,8 +92,8 @@ _HINT = (
 )
 
 
-def _report(blocked: Sequence[Blocked], ended: Mapping[int, int]) -> str:
-    """One line for all ranks that wait alike."""
+def who_waits(blocked: Sequence[Blocked], ended: Mapping[int, int]) -> str:
+    """Who waits for whom, one line for all ranks that wait alike."""
     alike: dict[tuple[str, str], list[int]] = {}
     for one in sorted(blocked, key=lambda one: one.rank):
         ranks = alike.setdefault((one.what, one.site), [])

@@ -3,7 +3,9 @@
 Collectives of a group meet by their number in it. A send meets the receive that waits longest for
 its (group, sender, receiver, tag); on NCCL the tag does not count, as there. Everything is
 compared when it arrives: the program is stopped at the first operation that does not fit, while
-both ranks' lines are known. No torch and no input or output in here.
+the ranks' lines are known. Of two members that differ nobody can tell which is right; who matches
+for a run in which others still compute has a third one decide. No torch and no input or output in
+here.
 """
 
 from __future__ import annotations
@@ -11,23 +13,20 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from prismreplay.errors import MismatchError
-from prismreplay.runtime.operations import Call, Group, Op, TensorSpec
-from prismtrace.ranks import format_ranks
-from prismtrace.schema import DType
-
-__all__ = ["Form", "Instance", "Matcher", "Request", "form_of", "require_same_form"]
-
-_P2P = (Call.SEND, Call.RECV)
-_REDUCING = (
-    Call.ALL_REDUCE,
-    Call.REDUCE,
-    Call.REDUCE_SCATTER,
-    Call.REDUCE_SCATTER_SINGLE,
+from prismreplay.collect.agreement import (
+    at_site,
+    differ,
+    mismatch_of,
+    require_fit_in_pairs,
+    require_message_fits,
 )
-_ROOTED = (Call.BROADCAST, Call.REDUCE, Call.GATHER, Call.SCATTER)
+from prismreplay.errors import MismatchError
+from prismreplay.runtime.operations import Call, Group, Op
+from prismtrace.ranks import format_ranks
+
+__all__ = ["Instance", "Matcher", "Request"]
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +54,8 @@ class Instance:
     number: int
     ranks: tuple[int, ...]
     requests: dict[int, Request] = field(default_factory=dict)
+    disputed: bool = False
+    """Whether its first two members differ."""
 
     @property
     def missing(self) -> list[int]:
@@ -73,10 +74,17 @@ _Pair = tuple[str, int, int, int]  # group key, sender, receiver, tag
 class Matcher:
     """The operations that still lack partners.
 
-    Ranks in `stands_for` do not run; collectives do not wait for them.
+    Ranks in `stands_for` do not run; collectives do not wait for them. A `patient` one takes an
+    operation that differs from the only one before it, if there are members to come, and notes the
+    `dispute`.
     """
 
-    def __init__(self, stands_for: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self, stands_for: Mapping[int, int] | None = None, *, patient: bool = False
+    ) -> None:
+        self.dispute: MismatchError | None = None
+        """What is wrong as far as it is known, unless a third member tells more."""
+        self._patient = patient
         self._numbers = 0
         self._absent = frozenset(stands_for or ())
         self._groups: dict[str, tuple[Group, int, str]] = {}
@@ -100,8 +108,8 @@ class Matcher:
             return
         raise MismatchError(
             f"ranks {rank} and {other} disagree on the members of a group: "
-            f"{format_ranks(group.ranks)} on rank {rank}{_at(site)}, "
-            f"{format_ranks(first.ranks)} on rank {other}{_at(where)}",
+            f"{format_ranks(group.ranks)} on rank {rank}{at_site(site)}, "
+            f"{format_ranks(first.ranks)} on rank {other}{at_site(where)}",
             where=f"group {group.name!r}",
             hint="every rank must make all groups, also those that it is no member of, in the "
             "same order",
@@ -144,14 +152,25 @@ class Matcher:
                 ranks = tuple(one for one in ranks if one not in self._absent)
             instance = started[op.seq] = self._new(ranks)
         request = Request(rank, ticket, op, inputs, instance)
-        for other in instance.requests.values():
-            _compare(request, other)
-            if op.call not in _PAIRWISE:
-                break  # what holds against one holds against all
+        self._require_fit(request)
         instance.requests[rank] = request
         if instance.complete:
             del started[op.seq]
         return request, instance.complete
+
+    def _require_fit(self, new: Request) -> None:
+        """Refuse a member of a collective that differs from those that are there, or note it."""
+        instance, there = new.instance, new.instance.requests
+        # What one of them has, all have, unless they are disputed.
+        first = next(iter(there.values()), new)
+        if instance.disputed or differ(new.op, first.op):
+            error = mismatch_of([new, *there.values()])
+            if len(there) > 1 or len(instance.ranks) == 2 or not self._patient:
+                raise error
+            instance.disputed = True
+            self.dispute = self.dispute or error
+            return
+        require_fit_in_pairs(new, there.values())
 
     def _send(self, rank: int, ticket: int, op: Op, inputs: Any) -> tuple[Request, bool]:
         pair = _pair(op, rank, _peer(op))
@@ -197,7 +216,7 @@ class Matcher:
         return min(arrived, key=lambda queue: queue[0].instance.number, default=None)
 
     def _meet(self, send: Request, receive: Request) -> None:
-        _compare_pair(send, receive)
+        require_message_fits(send, receive)
         instance = send.instance = receive.instance
         instance.ranks = (send.rank, receive.rank)
         instance.requests = {send.rank: send, receive.rank: receive}
@@ -212,180 +231,3 @@ def _peer(op: Op) -> int:
 
 def _pair(op: Op, sender: int, receiver: int) -> _Pair:
     return op.group.key, sender, receiver, 0 if "nccl" in op.group.backend else op.tag
-
-
-# --- what must agree -------------------------------------------------------------------
-
-
-def _compare(new: Request, old: Request) -> None:
-    """Refuse `new` if it cannot be the same collective as `old`."""
-    for what, of in _AGREE:
-        mine, others = of(new.op), of(old.op)
-        if mine != others:
-            raise _between(what, new, old, mine, others)
-    check = _PAIRWISE.get(new.op.call)
-    if check is not None:
-        for giver, taker in ((new, old), (old, new)):
-            check(giver, taker)
-
-
-class Form(NamedTuple):
-    """What all members of a collective have alike, in the order of `_AGREE`, and who said so."""
-
-    alike: tuple[object, ...]
-    site: str
-
-
-def form_of(op: Op) -> Form:
-    """What other members of this collective must have, too, also where they are made to differ.
-
-    Not so sizes that depend on what a rank was given: of lists that may be uneven, and of
-    objects, which travel as bytes.
-    """
-    uneven = op.call is Call.REDUCE_SCATTER or DType.UINT8 in (op.dtype, *_dtypes(op))
-    alike = tuple(None if uneven and of is _sizes else of(op) for _, of in _AGREE)
-    return Form(alike, op.site)
-
-
-def require_same_form(rank: int, op: Op, other: int, form: Form) -> None:
-    """Two members of a collective that are answered one by one make the same one.
-
-    Args:
-        rank: who made `op`.
-        op: a collective.
-        other: another member.
-        form: what it made, see `form_of`.
-
-    Raises:
-        MismatchError: they differ.
-    """
-    mine = form_of(op)
-    for (what, _), ours, others in zip(_AGREE, mine.alike, form.alike, strict=True):
-        if ours != others:
-            raise _mismatch(what, op, (rank, ours, op.site), (other, others, form.site))
-
-
-def _root(op: Op) -> int | None:
-    return op.root if op.call in _ROOTED else None
-
-
-def _reduction(op: Op) -> str | None:
-    if op.call not in _REDUCING or op.reduce_op is None:
-        return None
-    factor = "" if op.premul_factor is None else f" by {op.premul_factor}"
-    return f"{op.reduce_op.value}{factor}"
-
-
-def _sizes(op: Op) -> tuple[int, ...] | None:
-    """Numbers of elements of the tensors that all members have alike."""
-    alike = {
-        Call.ALL_REDUCE: op.inputs,
-        Call.BROADCAST: op.outputs,
-        Call.REDUCE: op.inputs,
-        Call.ALL_GATHER_SINGLE: op.inputs,
-        Call.REDUCE_SCATTER: op.inputs,
-        Call.REDUCE_SCATTER_SINGLE: op.inputs,
-        Call.GATHER: op.inputs,
-        Call.SCATTER: op.outputs,
-    }.get(op.call)
-    return None if alike is None else tuple(spec.elements for spec in alike)
-
-
-def _dtypes(op: Op) -> set[DType]:
-    return {spec.dtype for spec in (*op.inputs, *op.outputs)}
-
-
-def _types(op: Op) -> tuple[str, ...] | None:
-    if op.call in (Call.ALL_TO_ALL, Call.ALL_TO_ALL_SINGLE, Call.ALL_GATHER):
-        specs: tuple[TensorSpec, ...] = (*op.inputs[:1], *op.outputs[:1])
-        return tuple(sorted({spec.dtype.value for spec in specs}))
-    alike = op.outputs if op.call in (Call.BROADCAST, Call.SCATTER) else op.inputs
-    return tuple(spec.dtype.value for spec in alike)
-
-
-_AGREE = (
-    ("operation", lambda op: op.call.value),
-    ("root", _root),
-    ("reduction", _reduction),
-    ("number of elements", _sizes),
-    ("element type", _types),
-)
-
-
-def _check_gathered(giver: Request, taker: Request) -> None:
-    """all_gather: what one rank gives must fit the place that the other has for it."""
-    place = giver.op.group.ranks.index(giver.rank)
-    size = giver.op.group.size
-    given = [spec.elements for spec in giver.op.inputs]
-    room = [spec.elements for spec in taker.op.outputs[place::size]]
-    if given != room:
-        raise _between("number of elements", giver, taker, tuple(given), tuple(room))
-
-
-def _check_exchanged(giver: Request, taker: Request) -> None:
-    """all_to_all: what one rank sends to the other must be what the other expects."""
-    ranks = giver.op.group.ranks
-    sent = _elements_for(giver.op.inputs, giver.op.input_splits, ranks, taker.rank)
-    expected = _elements_for(taker.op.outputs, taker.op.output_splits, ranks, giver.rank)
-    if sent != expected:
-        raise _between("elements sent and expected", giver, taker, sent, expected)
-
-
-def _elements_for(
-    specs: tuple[TensorSpec, ...], splits: tuple[int, ...], ranks: tuple[int, ...], rank: int
-) -> int:
-    place = ranks.index(rank)
-    if len(specs) > 1 or len(ranks) == 1:
-        return specs[place].elements
-    if not splits:
-        return specs[0].elements // len(ranks)
-    rows = specs[0].shape[0] if specs[0].shape else 1
-    return specs[0].elements // rows * splits[place] if rows else 0
-
-
-_PAIRWISE = {
-    Call.ALL_GATHER: _check_gathered,
-    Call.ALL_TO_ALL: _check_exchanged,
-    Call.ALL_TO_ALL_SINGLE: _check_exchanged,
-}
-
-
-def _compare_pair(send: Request, receive: Request) -> None:
-    sent, room = send.op.inputs[0], receive.op.outputs[0]
-    if sent.dtype is not room.dtype:
-        raise _between("element type", receive, send, room.dtype.value, sent.dtype.value)
-    if sent.elements != room.elements:
-        raise _between("number of elements", receive, send, room.elements, sent.elements)
-
-
-def _mismatch(
-    what: str, op: Op, mine: tuple[int, object, str], others: tuple[int, object, str]
-) -> MismatchError:
-    """Two ranks, with what each of them says and its line."""
-    (rank, ours, site), (other, theirs, other_site) = mine, others
-    name = f"group {op.group.name!r}" + (f" ({op.group.desc})" if op.group.desc else "")
-    number = "" if op.seq is None else f", operation {op.count}"
-    call = "" if what == "operation" else f" of {op.call.value}"
-    return MismatchError(
-        f"ranks {rank} and {other} disagree on the {what}{call}: "
-        f"{_text(ours)} on rank {rank}{_at(site)}, {_text(theirs)} on rank {other}{_at(other_site)}",
-        where=f"{name}{number}",
-        hint="all members of a group must make the same communications in the same order",
-    )
-
-
-def _between(what: str, new: Request, old: Request, mine: object, others: object) -> MismatchError:
-    return _mismatch(what, new.op, (new.rank, mine, new.op.site), (old.rank, others, old.op.site))
-
-
-def _at(site: str) -> str:
-    return f" at {site}" if site else ""
-
-
-def _text(value: object) -> str:
-    if isinstance(value, tuple):
-        if len(value) == 1:
-            return str(value[0])
-        shown = ", ".join(map(str, value[:8]))
-        return f"[{shown}{', ...' if len(value) > 8 else ''}]"
-    return "none" if value is None else str(value)

@@ -33,6 +33,8 @@ _STOP_SECONDS = 1.0
 _SURE_SECONDS = 5.0
 """How long threads beside blocked ones may stay silent before it counts as a deadlock."""
 _SILENT_SECONDS = 30.0
+_DISPUTE_SECONDS = 5.0
+"""How long a third rank has to tell which of two that differ is wrong."""
 
 
 class Service:
@@ -66,6 +68,7 @@ class Service:
         self._selector = selectors.DefaultSelector()
         self._silent_since = time.monotonic()
         self._told_silence = False
+        self._disputed_since: float | None = None
         for one in ranks:
             self._selector.register(one.channel, selectors.EVENT_READ, (self._hear, one))
             self._selector.register(one.pidfd, selectors.EVENT_READ, (self._bury, one))
@@ -244,6 +247,11 @@ class Service:
     # --- time -------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
+        dispute = self._coordinator.dispute
+        if dispute is not None:
+            self._disputed_since = self._disputed_since or now
+            if now - self._disputed_since > _DISPUTE_SECONDS:
+                raise dispute
         turns = self._coordinator.turns
         running = [
             (rank, self._alive[rank].pid)
@@ -261,10 +269,17 @@ class Service:
                 f"{_SILENT_SECONDS:.0f} s now; its output is in {self._logs.path(idle[0])}",
                 file=sys.stderr,
             )
+            self.tell_standing()
         self.memory.sample([one.pid for one in self._alive.values()], now)
         if self._progress is not None:
             done = self._coordinator.counts.communications
             self._progress(len(self._coordinator.ended), f"{done:,} communications")
+
+    def tell_standing(self) -> None:
+        """Print who waits for whom, if nobody has said anything for some seconds."""
+        standing = self._coordinator.standing()
+        if standing and time.monotonic() - self._silent_since > _SURE_SECONDS:
+            print(standing, file=sys.stderr)
 
     def _get_unstuck(self) -> None:
         """Nobody can go on: let a wait with a time limit fail, or say who waits for whom."""
@@ -272,7 +287,7 @@ class Service:
             return
         if self._coordinator.time_out():
             return
-        raise self._coordinator.deadlock()
+        raise self._coordinator.dispute or self._coordinator.deadlock()
 
     def _somebody_speaks(self) -> bool:
         """Wait for threads that are not blocked; False if they do not communicate."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from prismreplay.collect.matching import Form, form_of, require_same_form
+from prismreplay.collect.agreement import Form, form_of, require_same_form
 from prismreplay.errors import TensorRulesError
 from prismreplay.runtime.operations import Call, Op
 

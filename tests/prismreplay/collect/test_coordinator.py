@@ -52,7 +52,9 @@ class Table:
         self, programs: Sequence[Callable[[Rank], Any]], slots: int, policy: Policy = thrifty
     ) -> None:
         self.performer = Summing()
-        self.coordinator = Coordinator(range(len(programs)), slots, self.performer, policy=policy)
+        self.coordinator = Coordinator(
+            range(len(programs)), slots, self.performer, policy=policy, patient=True
+        )
         self.ranks = [Rank(self.coordinator, rank, len(programs)) for rank in range(len(programs))]
         self._running = {
             one.rank: program(one) for one, program in zip(self.ranks, programs, strict=True)
@@ -70,7 +72,7 @@ class Table:
             self.most = max(self.most, len(self.coordinator.turns.running))
             if not self.coordinator.outbox:
                 if self.coordinator.stuck and not self.coordinator.time_out():
-                    raise self.coordinator.deadlock()
+                    raise self.coordinator.dispute or self.coordinator.deadlock()
                 continue
             sent = self.coordinator.outbox.popleft()
             answer = None if sent.message[0] == "go" else sent.message
@@ -288,6 +290,51 @@ def test_the_first_operation_that_does_not_fit_stops_the_run() -> None:
 
     with pytest.raises(MismatchError, match="disagree on the operation"):
         Table([program] * 2, slots=2).play()
+
+
+def test_a_third_rank_tells_which_of_two_is_wrong() -> None:
+    def program(me: Rank) -> Any:
+        yield
+        yield from me.wait(me.start(Call.BARRIER if me.rank == 1 else Call.ALL_REDUCE, 1))
+
+    told = r"rank 1 and ranks [023,-]+ disagree on the operation: barrier on rank 1"
+    with pytest.raises(MismatchError, match=told):
+        Table([program] * 4, slots=2).play()
+
+
+def test_two_ranks_that_differ_are_told_of_where_the_third_ends() -> None:
+    def program(me: Rank) -> Any:
+        yield
+        if me.rank < 2:
+            yield from me.wait(me.start(Call.ALL_REDUCE if me.rank else Call.BARRIER, 1))
+
+    with pytest.raises(MismatchError, match=r"ranks \d and \d disagree on the operation"):
+        Table([program] * 3, slots=2).play()
+
+
+def test_two_ranks_that_differ_are_told_of_where_the_third_waits_for_them() -> None:
+    def program(me: Rank) -> Any:
+        yield
+        if me.rank == 2:
+            yield from me.wait(me.start(Call.RECV, 1, peer=0))
+        else:
+            yield from me.wait(me.start(Call.ALL_REDUCE if me.rank else Call.BARRIER, 1))
+
+    with pytest.raises(MismatchError, match=r"ranks \d and \d disagree on the operation"):
+        Table([program] * 3, slots=2).play()
+
+
+def test_who_waits_while_another_still_computes() -> None:
+    coordinator = Coordinator(range(2), 2, Summing())
+    ranks = [Rank(coordinator, rank, 2) for rank in range(2)]
+    for one in ranks:
+        coordinator.begin(one.rank)
+    coordinator.grant()
+    assert coordinator.standing() == ""
+    next(ranks[0].wait(ranks[0].all_reduce(1)))
+    assert coordinator.standing().endswith(
+        "rank 0 waits in all_reduce 0 of group '0' for rank 1  at job.py:1"
+    )
 
 
 def test_messages_that_nobody_receives_are_counted() -> None:

@@ -83,8 +83,49 @@ def test_what_does_not_fit_is_refused_when_it_arrives(old: Op, new: Op, what: st
 def test_the_lines_of_both_ranks_are_named() -> None:
     matcher = Matcher()
     matcher.arrive(0, 1, all_reduce(0), "")
-    with pytest.raises(MismatchError, match=r"5 on rank 1 at a\.py:1, 4 on rank 0 at a\.py:0"):
+    with pytest.raises(MismatchError, match=r"5 on rank 1 at a\.py:1; 4 on rank 0 at a\.py:0"):
         matcher.arrive(1, 1, all_reduce(1, F5), "")
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_a_third_member_tells_which_of_two_is_wrong(odd: int) -> None:
+    matcher = Matcher(patient=True)
+    group = Group("0", (0, 1, 2, 3), 0, "gloo")
+
+    def member(rank: int) -> Op:
+        spec = F5 if rank == odd else F4
+        return all_reduce(rank, spec, group=group)
+
+    matcher.arrive(0, 1, member(0), "")
+    if odd == 2:
+        matcher.arrive(1, 1, member(1), "")
+        assert matcher.dispute is None
+    else:
+        assert not matcher.arrive(1, 1, member(1), "")[1]
+        assert "ranks 1 and 0 disagree" in str(matcher.dispute)
+    others = {0: "1-2", 1: "0,2", 2: "0-1"}[odd]
+    told = (
+        rf"rank {odd} and ranks {others} disagree on .*: 5 on rank {odd} at .*; 4 on ranks {others}"
+    )
+    with pytest.raises(MismatchError, match=told):
+        matcher.arrive(2, 1, member(2), "")
+
+
+def test_nobody_else_tells_which_of_all_members_is_wrong() -> None:
+    matcher = Matcher(patient=True)
+    matcher.arrive(0, 1, all_reduce(0), "")
+    with pytest.raises(MismatchError):
+        matcher.arrive(1, 1, all_reduce(1, F5), "")
+
+
+def test_three_members_of_which_none_is_like_another() -> None:
+    matcher = Matcher(patient=True)
+    group = Group("0", (0, 1, 2), 0, "gloo")
+    for rank, spec in enumerate((F4, F5)):
+        matcher.arrive(rank, 1, all_reduce(rank, spec, group=group), "")
+    six = TensorSpec((6,), DType.FLOAT32)
+    with pytest.raises(MismatchError, match="ranks 2, 0 and 1 disagree on the number"):
+        matcher.arrive(2, 1, all_reduce(2, six, group=group), "")
 
 
 def test_uneven_splits_that_agree_fit() -> None:

@@ -311,7 +311,7 @@ def test_what_a_rule_leaves_to_its_partners_is_performed_whatever_comes_after(tm
 @pytest.mark.parametrize(
     ("call", "odd", "what"),
     [
-        ("all_reduce", {"size": 5}, r"number of elements of all_reduce: 5 on rank 1 at b.py:2, 4"),
+        ("all_reduce", {"size": 5}, r"number of elements of all_reduce: 5 on rank 1 at b.py:2; 4"),
         ("all_reduce", {"dtype": "float64"}, "element type"),
         ("barrier", {}, "operation"),
         ("all_reduce", {"size": 5, "objects": True}, None),
