@@ -52,10 +52,12 @@ def comm_table(
     from prismcalib.comm_logs import Assumed
     from prismcalib.comm_model import fit_comm_model
     from prismcalib.comm_table import read_comm_logs
+    from prismtrace.output import refuse_inputs
 
     assumed = Assumed(kind=_kind(kind), ranks=ranks, hosts=hosts)
     with progress("reading logs"):
         times = read_comm_logs(logs, assumed=assumed)
+    refuse_inputs(output, logs)
     times.write(output)
     curves, fits = times.curves(), fit_comm_model(times.measured()).fits
     if json:
@@ -110,7 +112,10 @@ def coarsen(
     Example: prismcalib coarsen aligned.parquet --grain microbatch -o coarse.parquet
     """
     from prismcalib.coarsening import coarsen as coarsen_trace
+    from prismtrace.headers import trace_files
+    from prismtrace.output import refuse_inputs
 
+    refuse_inputs(output, trace_files(trace))
     with progress("coarsening"):
         result = coarsen_trace(trace, grain=grain.value)
         result.write(output)

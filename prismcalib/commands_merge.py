@@ -204,7 +204,10 @@ def merge(
     from prismcalib.merging import merge as merge_trace
     from prismcalib.slices import SliceOptions
     from prismcalib.waiting import WaitRules
+    from prismtrace.headers import trace_files
+    from prismtrace.output import refuse_inputs
 
+    refuse_inputs(output, [*trace_files(list(inputs)), bare, base, comm_table])
     with progress("merging") as bar:
         result = merge_trace(
             list(inputs),

@@ -37,8 +37,12 @@ def report(
     if output is None and not json:
         raise typer.BadParameter("name the page to write, or ask for --json", param_hint="--output")
     from prismcalib.report import describe_run, write_report
+    from prismtrace.headers import trace_files
+    from prismtrace.output import refuse_inputs
 
     with progress("reading") as bar:
+        if output is not None:
+            refuse_inputs(output, trace_files(trace))
         if output is None:
             summary = describe_run(trace, on_rows=bar.advance)
         else:

@@ -124,6 +124,7 @@ def collect(
     Example: prismreplay collect --world-size 64 --devices 2 -- train.py --steps 3
     """
     from prismreplay.collect.programs import program_of
+    from prismtrace.output import refuse_inputs
 
     _check_options(world_size, local_world_size, shm_dir)
     choices = _tensor_choices(
@@ -138,6 +139,7 @@ def collect(
     )
     call = program_of(program)
     call.check()
+    refuse_inputs(output, [call.path, mock_router, *(tensors or ())])
     console.warn_of_suffix(output)
     # Before torch is imported, which counts its threads then.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

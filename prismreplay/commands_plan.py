@@ -50,13 +50,14 @@ def plan(
     from prismreplay.plan import compile_plan
     from prismreplay.plan_report import report_of_plan
     from prismreplay.run.injecting import edits_of
-    from prismtrace.output import writable_target
+    from prismtrace.output import refuse_inputs, writable_target
     from prismtrace.progress_bar import progress
     from prismtrace.trace import open_trace
 
     console.warn_of_suffix(output)
     writable_target(output)
     trace = open_trace(graph)
+    refuse_inputs(output, trace.paths)
     ranks = read_ranks("--sandbox", sandbox, trace.header.world_size)
     edits = edits_of(inject or (), ranks)
     begun = time.perf_counter()

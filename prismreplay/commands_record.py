@@ -82,9 +82,11 @@ def record(
     from prismreplay.errors import RankFailedError
     from prismreplay.record import record as run
     from prismreplay.record import record_spools
+    from prismtrace.output import refuse_inputs
 
     is_script = nproc_per_node is not None or words[0] == "-m" or words[0].endswith(".py")
     program = program_of(words) if is_script else None
+    refuse_inputs(output, words)
     ranks = nproc_per_node or 1
     try:
         if spools is not None:

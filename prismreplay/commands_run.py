@@ -163,13 +163,23 @@ def run(
     from prismreplay.run.spinning import read_spin
     from prismreplay.tensors.choices import read_choices
     from prismreplay.tensors.recorded import RecordedTensors
+    from prismtrace.headers import require_ranks
+    from prismtrace.input_files import require_readable
+    from prismtrace.output import refuse_inputs
     from prismtrace.trace import open_trace
 
     trace = open_trace(graph)
     world_size = trace.header.world_size
     ranks = read_ranks("--sandbox", sandbox, world_size)
+    # What is needed only later must not fail then, when the run is over.
+    if compare is not None:
+        require_ranks(open_trace(compare).header, ranks, str(compare))
+    for needed in filter(None, (plan, comm_table)):
+        require_readable(needed)
     edits = edits_of(inject or (), ranks)
     sources = tensor_sources(graph, tensors)
+    inputs = [*trace.paths, plan, compare, comm_table, mock_router, *sources, call.path]
+    refuse_inputs(output, inputs)
     folder = next((Path(source) for source in sources if Path(source).is_dir()), None)
     if check and folder is None:
         raise typer.BadParameter("--check needs a recording: --tensors FOLDER")

@@ -20,12 +20,13 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from prismreplay.errors import MockRouterError
+from prismtrace.errors import InputFileError
+from prismtrace.input_files import read_text
 
 __all__ = ["MockRouter", "Routing", "choose_experts", "expert_counts", "install", "read_routing"]
 
@@ -101,9 +102,9 @@ def read_routing(path: str | os.PathLike[str]) -> Routing:
     """
     where = os.fspath(path)
     try:
-        return Routing.model_validate(tomllib.loads(Path(path).read_text(encoding="utf-8")))
-    except OSError as error:
-        raise MockRouterError(f"cannot be read: {error.strerror}", where=where) from error
+        return Routing.model_validate(tomllib.loads(read_text(path)))
+    except InputFileError as error:
+        raise MockRouterError(error.message, where=where) from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from prismtrace.errors import InputFileError
 
-__all__ = ["files_of", "is_text", "require_readable", "unreadable"]
+__all__ = ["files_of", "is_text", "read_text", "require_readable", "unreadable"]
+
+_LONGEST_TEXT = 64 << 20
 
 
 def files_of(
@@ -79,6 +81,29 @@ def require_readable(path: str | os.PathLike[str]) -> None:
         )
     if not os.access(path, os.R_OK):
         raise unreadable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """All of a file that a person writes.
+
+    Raises:
+        InputFileError: as `require_readable`, larger than any such file, or not UTF-8.
+    """
+    require_readable(path)
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(_LONGEST_TEXT + 1)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    hint = "is it the file that you mean?"
+    if len(data) > _LONGEST_TEXT:
+        raise InputFileError(
+            f"more than {_LONGEST_TEXT >> 20} MiB of text", where=str(path), hint=hint
+        )
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InputFileError("not UTF-8 text", where=str(path), hint=hint) from error
 
 
 def is_text(path: str | os.PathLike[str]) -> bool:

@@ -46,6 +46,13 @@ class ProgramCall:
             )
         if path.is_dir() or path.suffix in (".zip", ".pyz"):
             return
+        if path.exists() and not path.is_file():
+            # Every rank reads it, and a pipe gives it once.
+            raise ProgramError(
+                "the program is a pipe or a device",
+                where=self.path,
+                hint="write it to a file first",
+            )
         try:
             with tokenize.open(path) as file:
                 compile(file.read(), self.path, "exec", dont_inherit=True)

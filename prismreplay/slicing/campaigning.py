@@ -25,7 +25,7 @@ from prismreplay.slicing.settling import Round, difference
 from prismreplay.slicing.task import SliceOutcome, SliceTask
 from prismreplay.slicing.workers import Nursery, Worker
 from prismreplay.tensors.choices import TensorChoices
-from prismtrace.output import output_error
+from prismtrace.output import output_error, refuse_inputs
 from prismtrace.schema import TraceKind
 from prismtrace.trace import Trace, open_trace
 
@@ -199,6 +199,7 @@ class _Campaign:
         steps = self._options.steps
         if steps is not None:
             kept = self._folder / "bare.parquet"
+            refuse_inputs(kept, self._bare.paths)
             cut_to_steps(self._bare, steps, kept)
             self._graph = (kept,)
         if not self._options.refine:

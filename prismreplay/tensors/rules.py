@@ -40,6 +40,8 @@ from pydantic import (
 from prismreplay.errors import TensorRulesError
 from prismreplay.runtime.axes import axis_of
 from prismreplay.runtime.operations import Call, Op, TensorSpec
+from prismtrace.errors import InputFileError
+from prismtrace.input_files import read_text
 from prismtrace.ranks import parse_ranks
 from prismtrace.schema import DType
 
@@ -274,15 +276,13 @@ def _text(path: str) -> str:
         text: str = (_builtin_folder() / f"{name}.toml").read_text(encoding="utf-8")
         return text
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
+        return read_text(path)
+    except InputFileError as error:
         raise TensorRulesError(
-            f"cannot be read: {error.strerror}",
+            error.message,
             where=path,
             hint="name a rules file, the folder of a recording, or builtin:NAME",
         ) from error
-    except UnicodeDecodeError as error:
-        raise TensorRulesError("not UTF-8 text", where=path) from error
 
 
 def _set_parameters(found: dict[str, Any], query: str, path: str) -> None:
