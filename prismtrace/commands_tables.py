@@ -95,6 +95,8 @@ def _print_difference(found: Difference, limit: int) -> None:
     if len(found.ranks) > limit:
         print(f"... and {len(found.ranks) - limit} more (--json lists all)")
     timed = any(one.change_ns is not None for one in found.kinds)
+    if (found.ranks_a or found.ranks_b) and found.kinds:
+        print("\nnodes and times by kind, phase and group are those of ranks that both have")
     for title, classes in (
         ("kind", found.kinds),
         ("phase", found.phases),

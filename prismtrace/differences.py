@@ -67,7 +67,9 @@ class Difference:
         groups_a, groups_b: names of process groups whose ranks only one of the traces has.
         ranks: ranks of both whose graphs differ, ascending.
         resized: all_to_all that differ in size; they may, tokens go where they are sent.
-        kinds, phases, groups, by_rank: nodes and times by class; those that changed most first.
+        kinds, phases, groups: nodes and times by class, of ranks that both have; those that changed
+            most first.
+        by_rank: of every rank.
     """
 
     world_a: int
@@ -116,6 +118,8 @@ def diff(a: Trace, b: Trace, *, progress: Callable[[int], None] | None = None) -
             resized += count
             (progress or (lambda _: None))(sides[0].height + sides[1].height)
         totals = _totals(a, b, groups)
+    # Times of ranks that only one has are no change.
+    shared = [one.filter(pl.col("rank").is_in(list(map(str, common)))) for one in totals]
     return Difference(
         world_a=a.header.world_size,
         world_b=b.header.world_size,
@@ -125,9 +129,9 @@ def diff(a: Trace, b: Trace, *, progress: Callable[[int], None] | None = None) -
         groups_b=groups.only(1),
         ranks=tuple(found),
         resized=resized,
-        kinds=_by_class(totals, "kind"),
-        phases=_by_class(totals, "phase"),
-        groups=_by_class(totals, "group_name"),
+        kinds=_by_class(shared, "kind"),
+        phases=_by_class(shared, "phase"),
+        groups=_by_class(shared, "group_name"),
         by_rank=_by_class(totals, "rank"),
     )
 

@@ -37,7 +37,8 @@ def test_diff_tells_and_exits(path: Path, piece: Path) -> None:
     done = call("diff", path, piece)
     assert done.exit_code == 1
     assert done.stdout.startswith("the graphs differ\nonly in A: ranks 1\n")
-    assert "all_reduce        2        1" in done.stdout
+    assert "all_reduce        1        1" in done.stdout
+    assert "are those of ranks that both have" in done.stdout
 
 
 def test_diff_shows_both_sides(make_trace: Any, tmp_path: Path) -> None:

@@ -108,6 +108,8 @@ def test_ranks_and_groups_that_only_one_has(make_trace: Any) -> None:
     b = make_trace({}, {"rank": 2}, kind="bare", world_size=3, groups=tuple(groups[1:]))
     found = pt.diff(a, b)
     assert (found.ranks_a, found.ranks_b) == ((1,), (2,))
+    assert [(one.nodes_a, one.nodes_b) for one in found.kinds] == [(1, 1)]
+    assert {(one.nodes_a, one.nodes_b) for one in found.by_rank} == {(1, 1), (1, 0), (0, 1)}
     assert (found.groups_a, found.groups_b) == (("x",), ("z",))
     assert not found.same
     assert not pt.diff(make_trace({}, kind="bare"), make_trace({}, world_size=2)).same
