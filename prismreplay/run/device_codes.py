@@ -58,6 +58,8 @@ class _Numbers:
         self.is_junction: list[bool] = junction.tolist()
         self.repeated: list[bool] = repeated.tolist()
         self.back = 0 if repeat is None else max(0, int(repeat.steps_before.max(initial=0)))
+        self.kept = self.back + ahead
+        """Rounds for which somebody may wait for a place of doubt, which depends on `back` more."""
         # Lists: single numbers of arrays take long to get, and each launch gets some.
         fixed_of = np.where(junction, np.cumsum(junction), np.cumsum(shared)) - 1
         ring_of = np.where(junction, np.cumsum(junction), np.cumsum(repeated)) - 1
@@ -77,7 +79,7 @@ class _Numbers:
         junctions = int(junction.sum())
         self._loose_at = junctions
         self.layout = Layout(
-            rounds=self.back + ahead,
+            rounds=self.kept + self.back + ahead,
             fixed=(fixed, junctions + _LOOSE),
             ring=(ring, junctions) if repeat else (0, 0),
             period_ns=repeat.period_ns if repeat else 0,
@@ -178,9 +180,6 @@ class PlaceCodes:
         self._members, self._repeat, self._rank = members, repeat, rank
         self._numbers = _Numbers(boundary, members, repeat, ahead)
         self.layout = self._numbers.layout
-        self._alone = all(rank in ranks for ranks in members.values()) and not any(
-            len(ranks) > 1 for ranks in members.values()
-        )
         self._sources, self._floors = _edges_of(boundary)
         self._queues: dict[Hashable, _Queue] = {}
         self._first = _Step()
@@ -263,11 +262,11 @@ class PlaceCodes:
         return code
 
     def forget(self, before_round: int) -> None:
-        """Nothing of earlier rounds is asked for any more."""
+        """Nothing of earlier rounds is launched any more; what was may be some rounds behind."""
         self._loose = {
             place: slot
             for place, slot in self._loose.items()
-            if not 0 < place[1] < before_round - self._numbers.back
+            if not 0 < place[1] < before_round - self._numbers.kept
         }
 
     def place_of(self, slot: Slot, round_: int) -> Place | None:
@@ -354,11 +353,10 @@ class PlaceCodes:
         return arrivals
 
     def _settle(self, draft: _Draft, computed: set[int]) -> None:
-        """Items for places of doubt, which other sandbox ranks may wait for; nobody does here."""
-        if self._alone:
-            return
+        """Items for places of doubt: what is launched already, here or elsewhere, may wait for them."""
         for place in self._loose:
-            self._need(draft, place, computed)
+            if place[1] <= draft.now:
+                self._need(draft, place, computed)
 
     def _need(self, draft: _Draft, place: Place, computed: set[int]) -> None:
         """Items for the junctions (and places of doubt) that a place depends on, deepest first."""
