@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -82,6 +84,23 @@ def _duration(text: str) -> int:
         return parse_ns(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--max-residual") from error
+
+
+def _refuse_to_replace(output: Path, inputs: Iterable[Path | None]) -> None:
+    """What was measured is not replaced; a timeline that is aligned again may be.
+
+    Raises:
+        OutputError: the output is one of the inputs.
+    """
+    from prismtrace.errors import PrismError
+    from prismtrace.headers import read_header
+    from prismtrace.output import refuse_inputs
+    from prismtrace.schema import TraceKind
+
+    with suppress(PrismError):
+        if output.is_file() and read_header(output).kind == TraceKind.CALIBRATED:
+            return
+    refuse_inputs(output, inputs)
 
 
 def merge(
@@ -205,9 +224,8 @@ def merge(
     from prismcalib.slices import SliceOptions
     from prismcalib.waiting import WaitRules
     from prismtrace.headers import trace_files
-    from prismtrace.output import refuse_inputs
 
-    refuse_inputs(output, [*trace_files(list(inputs)), bare, base, comm_table])
+    _refuse_to_replace(output, [*trace_files(list(inputs)), bare, base, comm_table])
     with progress("merging") as bar:
         result = merge_trace(
             list(inputs),

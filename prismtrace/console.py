@@ -153,6 +153,7 @@ def _exit_code(app: typer.Typer) -> int | str | None:
     code: int | str | None = 0
     try:
         try:
+            _require_threads()
             app()
         except SystemExit as exit_:
             code = exit_.code
@@ -185,6 +186,21 @@ def _exit_code(app: typer.Typer) -> int | str | None:
         )
         code = 1
     return code
+
+
+def _require_threads() -> None:
+    """Polars does not start without threads, and would say so in a page of its own.
+
+    Raises:
+        PrismError: the environment allows none.
+    """
+    said = os.environ.get("POLARS_MAX_THREADS")
+    if said and not said.strip("0"):
+        raise PrismError(
+            "Polars cannot work with 0 threads",
+            where=f"POLARS_MAX_THREADS={said}",
+            hint="unset it, or set it to 1 or more",
+        )
 
 
 def _open_closed_streams() -> None:

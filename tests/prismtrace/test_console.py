@@ -84,6 +84,18 @@ def test_an_error_is_one_message_with_place_and_hint(program):
     assert done.stderr == "error: not JSON [rank0.json]\n  hint: convert it again\n"
 
 
+def test_polars_without_threads_is_told(monkeypatch, capsys):
+    monkeypatch.setenv("POLARS_MAX_THREADS", "0")
+    monkeypatch.setattr("sys.argv", ["program"])
+    with pytest.raises(SystemExit) as ended:
+        console.run(console.new_app("A program for tests."))
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "error: Polars cannot work with 0 threads [POLARS_MAX_THREADS=0]",
+        "  hint: unset it, or set it to 1 or more",
+    ]
+
+
 def test_an_os_error_names_the_path(program):
     done = _run(program, "unreadable")
     assert done.returncode == 1
