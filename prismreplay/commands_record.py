@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -105,12 +106,27 @@ def record(
         kept = spools or output.with_suffix(".spools")
         if any(kept.glob("*.spool")):
             print(
-                "note: what was recorded until then is kept, and tells where every rank stood: "
+                "note: if the program stood still, `prismreplay collect` says at which line; what was "
+                "recorded until then is kept, and tells where every rank stood: "
                 f"prismreplay record --assemble {kept} -o {output}",
                 file=sys.stderr,
             )
         raise
+    if program is not None:
+        _note_shared_cores(ranks)
     _show(report, json=json)
+
+
+def _note_shared_cores(ranks: int) -> None:
+    from prismreplay.collect.gpus import Nvml, find_gpus
+
+    cores = len(os.sched_getaffinity(0))
+    if ranks > cores and not find_gpus(Nvml.load()):
+        print(
+            f"note: {ranks} ranks shared {console.counted(cores, 'core')}: they took longer than with "
+            "a core each",
+            file=sys.stderr,
+        )
 
 
 def _check_usage(
@@ -136,6 +152,11 @@ def _assemble(folder: Path, output: Path, *, json: bool) -> None:
         print("the last communication of every rank:", file=sys.stderr)
         for line in _last_lines(made.last):
             print(f"  {line}", file=sys.stderr)
+        print(
+            "ranks that are behind are those that the others wait for; of a rank that was killed, "
+            "the last half second may be missing",
+            file=sys.stderr,
+        )
     if made.missing_ranks:
         print(f"warning: no spool of {len(made.missing_ranks)} ranks", file=sys.stderr)
     _show(made, json=json)

@@ -249,6 +249,7 @@ def _with_hint(error: RankFailedError, spools: Path, output: Path) -> RankFailed
     if not _spools_in(spools):
         return error
     hint = (
+        "if ranks do not fit each other, `prismreplay collect` says which, and at which line; "
         f"what was recorded until then is kept: prismreplay record --assemble {spools} -o {output}"
     )
     return RankFailedError(error.message, where=error.where, report=error.report, hint=hint)

@@ -179,10 +179,11 @@ def test_a_rank_that_fails_leaves_what_was_recorded(
     assert told in done.stderr
     assert not (tmp_path / "run.parquet").exists()
     command = next(line for line in done.stderr.splitlines() if "--assemble" in line)
-    words = command.partition("prismreplay ")[2].split()
+    words = command.rpartition("prismreplay ")[2].split()
     made = run_command("prismreplay", *words)
     assert made.returncode == 0, made.stderr
     assert "cut off" in made.stderr
+    assert "ranks that are behind are those that the others wait for" in made.stderr
     trace = pt.open(tmp_path / "run.parquet")
     assert trace.header.steps in {(0, 1), (0,)}
     assert {each.rule for each in pt.validate(trace)} <= {"overlap"}
