@@ -13,31 +13,7 @@ import prismtrace as pt
 from prismcalib import synth
 from prismreplay.errors import PlanError
 from prismreplay.plan import OpKey, Plan, compile_plan
-
-
-def job(steps: int, **options) -> pt.Trace:
-    steady = {"jitter": 0.0, "step_jitter": 0.0, "comm_jitter": 0.0, "moe_imbalance": 0.0}
-    spec = synth.JobSpec(
-        **{"pp": 2, "tp": 2, "dp": 2, "microbatches": 4, "layers_per_stage": 2, **options},
-        **steady,
-        end_spread_ns=0,
-        steps=steps,
-    )
-    return prismcalib.merge(synth.generate(spec)).trace
-
-
-def operations(trace: pt.Trace, sandbox: list[int]) -> list[tuple[int, OpKey, int, int]]:
-    """(arrival, key, rank, ready) of the communications of some ranks, in time order."""
-    rows = trace.collect().filter(pl.col("rank").is_in(sandbox) & pl.col("seq").is_not_null())
-    found = []
-    for row in rows.iter_rows(named=True):
-        sender = receiver = -1
-        if row["kind"] in ("send", "recv"):
-            ends = (row["rank"], row["peer"])
-            sender, receiver = ends if row["kind"] == "send" else ends[::-1]
-        key = OpKey(row["group"], row["seq"], sender, receiver)
-        found.append((row["start_ns"], key, row["rank"], row["start_ns"] + row["wait_ns"]))
-    return sorted(found)
+from tests.prismreplay.run.jobs import PLANNED, job, operations
 
 
 def readies(plan: Plan, trace: pt.Trace, sandbox: list[int]) -> dict[tuple[OpKey, int], int]:
@@ -57,22 +33,14 @@ def check(plan: Plan, trace: pt.Trace, sandbox: list[int]) -> int:
     return len(found)
 
 
-SHAPES = [
-    {},
-    {"pp": 4, "tp": 1, "dp": 2},
-    {"pp": 2, "schedule": "interleaved", "chunks": 2, "layers_per_stage": 4},
-    {"pp": 1, "tp": 2, "dp": 4, "ep": 2},
-]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", PLANNED, ids=str)
 @pytest.mark.parametrize("sandbox", [[0], [1, 6], [4, 5, 6, 7]], ids=str)
 def test_known_operations_are_ready_when_they_were(shape, sandbox):
     trace = job(2, **shape)
     assert check(compile_plan(trace, sandbox), trace, sandbox) > 10
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", PLANNED, ids=str)
 def test_more_steps_than_recorded_repeat_the_last_one(shape):
     short, long = job(3, **shape), job(7, **shape)
     plan = compile_plan(short, [0, 3])
@@ -81,7 +49,7 @@ def test_more_steps_than_recorded_repeat_the_last_one(shape):
 
 
 def test_a_file_keeps_everything(tmp_path):
-    trace = job(2)
+    trace = job(2, **PLANNED[0])
     plan = compile_plan(trace, [2, 3])
     plan.write(tmp_path / "plan.parquet")
     again = Plan.read(tmp_path / "plan.parquet")
@@ -97,7 +65,7 @@ def test_a_file_keeps_everything(tmp_path):
     assert check(again, trace, [2, 3]) > 10
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", PLANNED, ids=str)
 def test_a_large_trace_gives_the_same_plan(shape, tmp_path, monkeypatch):
     trace = job(2, **shape)
     edits = [prismcalib.Scale("kind = 'compute' AND rank = 5", 1.5)]
@@ -119,7 +87,7 @@ def test_a_large_trace_gives_the_same_plan(shape, tmp_path, monkeypatch):
 
 
 def test_all_ranks_in_the_sandbox_leave_no_boundary(tmp_path):
-    plan = compile_plan(job(2), range(8))
+    plan = compile_plan(job(2, **PLANNED[0]), range(8))
     assert plan.operations.is_empty()
     plan.write(tmp_path / "plan.parquet")
     assert Plan.read(tmp_path / "plan.parquet").operations.is_empty()
@@ -144,7 +112,7 @@ KEY = "prismreplay_plan"
     ids=["no ranks", "groups", "steps", "columns", "a circle", "weights"],
 )
 def test_a_damaged_plan(tmp_path, change):
-    compile_plan(job(1), [2]).write(tmp_path / "plan.parquet")
+    compile_plan(job(1, **PLANNED[0]), [2]).write(tmp_path / "plan.parquet")
     head = json.loads(pl.read_parquet_metadata(tmp_path / "plan.parquet")[KEY])
     rows = change(head, pl.read_parquet(tmp_path / "plan.parquet"))
     rows.write_parquet(tmp_path / "changed.parquet", metadata={KEY: json.dumps(head)})
@@ -157,7 +125,7 @@ def test_what_is_refused(tmp_path):
     recorded = synth.generate(synth.JobSpec(pp=2, tp=1, dp=1, microbatches=2, layers_per_stage=1))
     with pytest.raises(PlanError, match="needs a calibrated trace"):
         compile_plan(recorded, [0])
-    trace = job(1)
+    trace = job(1, **PLANNED[0])
     for ranks in ([], [8], [-1]):
         with pytest.raises(PlanError, match="sandbox ranks"):
             compile_plan(trace, ranks)

@@ -9,6 +9,7 @@ import polars as pl
 import prismcalib
 import prismtrace as pt
 from prismcalib import synth
+from prismreplay.plan import OpKey
 from prismreplay.runtime.operations import Call, Group, Op
 from prismtrace.schema import LOCAL_KINDS
 
@@ -23,6 +24,32 @@ def job(steps: int = 3, **options) -> pt.Trace:
         steps=steps,
     )
     return prismcalib.merge(synth.generate(spec)).trace
+
+
+PLANNED = [
+    {"microbatches": 4, "layers_per_stage": 2, **shape}
+    for shape in (
+        {},
+        {"pp": 4, "tp": 1, "dp": 2},
+        {"pp": 2, "schedule": "interleaved", "chunks": 2, "layers_per_stage": 4},
+        {"pp": 1, "tp": 2, "dp": 4, "ep": 2},
+    )
+]
+"""Shapes of jobs for which plans are made."""
+
+
+def operations(trace: pt.Trace, sandbox: list[int]) -> list[tuple[int, OpKey, int, int]]:
+    """(arrival, key, rank, ready) of the communications of some ranks, in time order."""
+    rows = trace.collect().filter(pl.col("rank").is_in(sandbox) & pl.col("seq").is_not_null())
+    found = []
+    for row in rows.iter_rows(named=True):
+        sender = receiver = -1
+        if row["kind"] in ("send", "recv"):
+            ends = (row["rank"], row["peer"])
+            sender, receiver = ends if row["kind"] == "send" else ends[::-1]
+        key = OpKey(row["group"], row["seq"], sender, receiver)
+        found.append((row["start_ns"], key, row["rank"], row["start_ns"] + row["wait_ns"]))
+    return sorted(found)
 
 
 def program(trace: pt.Trace, rank: int) -> Iterator[tuple[dict, Op]]:

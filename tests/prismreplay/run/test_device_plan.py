@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import polars as pl
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import prismcalib
-from prismcalib import synth
 from prismreplay.boundary import Boundary, Repeat, VertexKind, VirtualWorld
 from prismreplay.errors import PlanError
 from prismreplay.plan import Known, OpKey, compile_plan
 from prismreplay.plugin.advance_simulation import Running, Status, new_tables
 from prismreplay.run.device_codes import PlaceCodes
 from prismreplay.run.device_plan import DevicePlan, Program
+from tests.prismreplay.run.jobs import PLANNED, job, operations
 
 ROUNDS, PERIOD_NS = 6, 100
 BEFORE = AFTER = 2
@@ -322,40 +320,7 @@ def test_what_waits_on_a_device_waits_in_the_virtual_world(seed, ranks, size, st
     perform(job, ranks, rng, 0.5)
 
 
-def job(steps, **options):
-    steady = {"jitter": 0.0, "step_jitter": 0.0, "comm_jitter": 0.0, "moe_imbalance": 0.0}
-    spec = synth.JobSpec(
-        **{"pp": 2, "tp": 2, "dp": 2, "microbatches": 4, "layers_per_stage": 2, **options},
-        **steady,
-        end_spread_ns=0,
-        steps=steps,
-    )
-    return prismcalib.merge(synth.generate(spec)).trace
-
-
-def operations(trace, sandbox):
-    """(arrival, key, rank) of the communications of some ranks, in time order."""
-    rows = trace.collect().filter(pl.col("rank").is_in(sandbox) & pl.col("seq").is_not_null())
-    found = []
-    for row in rows.iter_rows(named=True):
-        sender = receiver = -1
-        if row["kind"] in ("send", "recv"):
-            ends = (row["rank"], row["peer"])
-            sender, receiver = ends if row["kind"] == "send" else ends[::-1]
-        key = OpKey(row["group"], row["seq"], sender, receiver)
-        found.append((row["start_ns"], key, row["rank"]))
-    return sorted(found)
-
-
-SHAPES = [
-    {},
-    {"pp": 4, "tp": 1, "dp": 2},
-    {"pp": 2, "schedule": "interleaved", "chunks": 2, "layers_per_stage": 4},
-    {"pp": 1, "tp": 2, "dp": 4, "ep": 2},
-]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", PLANNED, ids=str)
 @pytest.mark.parametrize("sandbox", [[0], [1, 6]], ids=str)
 def test_jobs_longer_and_slower_than_planned(shape, sandbox):
     """Every operation of a job of more steps, with arrivals that nobody has foreseen."""
@@ -368,7 +333,7 @@ def test_jobs_longer_and_slower_than_planned(shape, sandbox):
     shared = new_tables(layout)[0]
     tables = {rank: new_tables(layout, shared) for rank in sandbox}
     running, late, codes, done = [], 0, [], 0
-    for time, key, rank in operations(long, sandbox):
+    for time, key, rank, _ in operations(long, sandbox):
         if not world.is_boundary(key, rank):
             assert not plans[rank].is_boundary(key)
             continue
@@ -413,9 +378,10 @@ def test_of_two_that_could_be_ready_the_training_goes_on():
 
 
 def test_messages_name_what_is_missing():
-    plan = compile_plan(job(2), [0])
+    trace = job(2, **PLANNED[0])
+    plan = compile_plan(trace, [0])
     mine = DevicePlan(plan, 0)
-    known = [key for _, key, _ in operations(job(2), [0]) if mine.is_boundary(key, 0)]
+    known = [key for _, key, *_ in operations(trace, [0]) if mine.is_boundary(key, 0)]
     program = mine.program(known[-1], 3, queue=0)
     target = program.code.items[-1].target
     assert "rank 0's" in mine.describe(target, 3)
