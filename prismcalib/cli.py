@@ -38,8 +38,9 @@ def critical_path(
     anything faster that is not on it changes nothing.
 
     Read the first table for what the time goes to: computation; idle inside spans, where the
-    device waits for its host; transfers; idle between spans. Then the parts, for where. Then the
-    longest segments, for what to change first.
+    device waits for its host; transfers; idle between spans. Before the path starts, other ranks
+    had begun, and nothing recorded says that it waited for them. Then the parts, for where. Then
+    the longest segments, for what to change first.
 
     Example: prismcalib critical-path aligned.parquet --limit 20
     """

@@ -162,7 +162,7 @@ def print_costs(report: CostReport) -> None:
     ]
     lines.append(("kept", report.kept, "estimates of the earlier result, with their doubts"))
     lines += [
-        (name, count, "kept as the slices saw them: their error is unknown")
+        (name, count, "kept as the slices saw them, as barriers that no table has: error unknown")
         for name, count in report.left.items()
     ]
     table(
@@ -179,6 +179,7 @@ def print_costs(report: CostReport) -> None:
 def print_range(found: EstimateRange) -> None:
     """How far a predicted step time may be off because of transfers that were not measured."""
     from prismcalib.durations import format_ns
+    from prismtrace.schema import TransferSource
 
     print()
     rests = ", ".join(f"{name} {share:.1%}" for name, share in found.shares.items())
@@ -191,7 +192,13 @@ def print_range(found: EstimateRange) -> None:
         print("not all transfers were measured, and nothing tells how far the step is off")
     print(f"share of the critical path that rests on estimates: {rests or 'none'}")
     for name, share in found.unknown.items():
-        print(f"how far {name} is off nobody knows: {share:.1%} of the path is taken as it is")
+        if name == TransferSource.NONE.value:
+            print(
+                f"transfers of source {name} are taken as they were seen, {share:.1%} of the path: "
+                "what they really take is not in the step time"
+            )
+        else:
+            print(f"how far {name} is off nobody knows: {share:.1%} of the path is taken as it is")
 
 
 def _print_fits(fits: tuple[LinkFit, ...]) -> None:

@@ -183,7 +183,8 @@ def _require_matches(graph: Graph, rows: pl.DataFrame, trace: Trace) -> None:
             "waited for whom",
             where=", ".join(str(path) for path in trace.paths) or None,
             hint="the trace can be looked at (info, export) but has no common timeline; "
-            "`prismtrace convert --unmatched keep` made it so",
+            "`prismtrace convert --unmatched keep` made it so, and `prismreplay record` of the job "
+            "gives one that has",
         )
 
 

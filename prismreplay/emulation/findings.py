@@ -206,7 +206,7 @@ def _warnings(reports: Mapping[str, Mapping[str, Any]], calibrated: Path) -> Ite
 
 
 def _unknown_warnings(kinds: dict[str, int], transfers: int) -> Iterator[str]:
-    """`kinds`: how many of all `transfers` nobody knows. Nothing measures barriers."""
+    """`kinds`: how many of all `transfers` nobody knows. No model tells barriers."""
     barriers = kinds.pop(Kind.BARRIER.value, 0)
     unknown = sum(kinds.values())
     if unknown > _FEW * transfers:
@@ -218,8 +218,8 @@ def _unknown_warnings(kinds: dict[str, int], transfers: int) -> Iterator[str]:
         )
     if barriers > _FEW * transfers:
         yield (
-            f"{barriers:,} of {transfers:,} transfers are barriers, and take no time beyond the "
-            "waiting for the last rank: tables do not hold what they take"
+            f"{barriers:,} of {transfers:,} transfers are barriers of larger groups than were measured, "
+            "and take no time beyond the waiting for the last rank"
         )
 
 

@@ -354,9 +354,10 @@ class GroupBook:
             hint = f"nothing in the trace or in the dumps tells them apart; {keep}"
         elif message_of_two:
             hint = (
-                "nothing in the trace tells them apart, nor would dumps of the flight recorder: keep "
-                "sends and receives as local spans with --unmatched keep; such dumps, as further "
-                "inputs, then tell the groups of collectives"
+                "nothing in the trace tells them apart, nor would dumps of the flight recorder: "
+                "`prismreplay record` the job, which notes the group of everything; or keep sends and "
+                "receives as local spans with --unmatched keep; such dumps, as further inputs, then "
+                "tell the groups of collectives"
             )
         else:
             hint = (
