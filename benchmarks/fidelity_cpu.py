@@ -247,8 +247,10 @@ class Bench:
         A job whose ranks have one core each waits for communications while it computes: they are
         measured beside computation.
         """
-        most = self.settings.most_ranks
         apart = self.is_apart(ranks)
+        # As many as can have two cores each: with one they would measure something else.
+        most = self.settings.most_ranks
+        most = len(self.cores.paired(most)) if apart else most
         table = self.work / f"comm-{'apart' if apart else 'shared'}.parquet"
         if not table.is_file():
             members = [count for count in (2, 4, 8, 16) if count <= most]
