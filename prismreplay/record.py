@@ -249,7 +249,19 @@ def _with_hint(error: RankFailedError, spools: Path, output: Path) -> RankFailed
     if not _spools_in(spools):
         return error
     hint = (
-        "if ranks do not fit each other, `prismreplay collect` says which, and at which line; "
         f"what was recorded until then is kept: prismreplay record --assemble {spools} -o {output}"
     )
+    if _ends_in_gloo(error):
+        hint = f"which ranks do not fit, and at which line, says `prismreplay collect`; {hint}"
     return RankFailedError(error.message, where=error.where, report=error.report, hint=hint)
+
+
+def _ends_in_gloo(error: RankFailedError) -> bool:
+    """Whether the rank's last words are of a communication that failed."""
+    try:
+        with Path(error.where or "").open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - 2048))
+            return b"/gloo/" in log.read()
+    except OSError:
+        return False

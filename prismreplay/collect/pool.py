@@ -345,6 +345,14 @@ def _in_one_line(text: str) -> str:
     return f"{words} ..." if cut else words
 
 
+_NO_GPU = (
+    "has no attribute '_cuda_",
+    "Torch not compiled with CUDA enabled",
+    "Found no NVIDIA driver",
+)
+"""What torch says when a program asks for a GPU that is not there."""
+
+
 def _hint(error: BaseException, *, alone: bool) -> str | None:
     """What else to say of some failures."""
     spawning = sys.modules.get("torch.multiprocessing.spawn")
@@ -362,6 +370,11 @@ def _hint(error: BaseException, *, alone: bool) -> str | None:
         return (
             "other ranks were on that GPU, too: if this one alone would fit, leave more room for "
             "growth with a smaller --gpu-memory"
+        )
+    if any(text in str(error) for text in _NO_GPU):
+        return (
+            "the program wants a GPU, and there is none here, or torch is a build for CPUs: where "
+            "torch.cuda.is_available() says no, let it compute on the CPU"
         )
     if isinstance(error, EOFError) and "when reading a line" in str(error):
         return (

@@ -179,6 +179,7 @@ def test_a_rank_that_fails_leaves_what_was_recorded(
     assert told in done.stderr
     assert not (tmp_path / "run.parquet").exists()
     command = next(line for line in done.stderr.splitlines() if "--assemble" in line)
+    assert "`prismreplay collect`" not in command  # it was no communication that failed
     words = command.rpartition("prismreplay ")[2].split()
     made = run_command("prismreplay", *words)
     assert made.returncode == 0, made.stderr

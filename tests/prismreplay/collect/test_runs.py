@@ -259,6 +259,12 @@ def test_programs_that_start_their_ranks_themselves_have_a_hint(run: Run) -> Non
     assert "let it be one rank, as under torchrun" in str(caught.value.hint)
 
 
+def test_programs_that_want_a_gpu_where_there_is_none_have_a_hint(run: Run) -> None:
+    with pytest.raises(RankFailedError, match="not compiled with CUDA") as caught:
+        run('raise AssertionError("Torch not compiled with CUDA enabled")', 1)
+    assert "torch.cuda.is_available() says no" in str(caught.value.hint)
+
+
 def test_a_rank_that_becomes_another_program_is_told(run: Run) -> None:
     program = """
         dist.barrier()
