@@ -265,7 +265,6 @@ def slice_out(
     Example: prismtrace slice-out run.parquet --ranks 0-7 --steps 10 -o piece.parquet
     """
     from prismtrace.cutting import slice_out as cut
-    from prismtrace.ranks import format_ranks
     from prismtrace.trace import open_trace
 
     if ranks is None and steps is None and window is None:
@@ -285,14 +284,19 @@ def slice_out(
         console.print_json(report)
         return
     print(f"kept {report.nodes:,} of {report.nodes_before:,} nodes, ", end="")
-    print(
-        f"ranks {format_ranks(report.ranks)}, steps {format_ranks(report.steps, strided=False) or 'not marked'}"
-    )
+    print(_covered(report.ranks, report.steps))
     if report.cut_dependencies:
         print(f"cut {report.cut_dependencies:,} dependencies on nodes that were left out")
     if report.cut_partners:
         print(f"{report.cut_partners:,} communications lost a member: they wait for nobody")
     console.announce_output(output)
+
+
+def _covered(ranks: Sequence[int], steps: Sequence[int]) -> str:
+    from prismtrace.ranks import format_ranks
+
+    marked = format_ranks(steps, strided=False) or "not marked"
+    return f"ranks {format_ranks(ranks)}, steps {marked}"
 
 
 _WINDOW = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)-(\d{1,12}(?:\.\d{1,6})?)")
@@ -332,7 +336,6 @@ def concat(
     Example: prismtrace concat ranks0-7.parquet ranks8-15.parquet -o run.parquet
     """
     from prismtrace.joining import concat as join
-    from prismtrace.ranks import format_ranks
 
     with console.progress("joining"):
         report = join(traces, output)
@@ -341,9 +344,7 @@ def concat(
         console.print_json(report)
         return
     print(f"joined {console.counted(report.pieces, 'piece')}: {report.nodes:,} nodes, ", end="")
-    print(
-        f"ranks {format_ranks(report.ranks)}, steps {format_ranks(report.steps, strided=False) or 'not marked'}"
-    )
+    print(_covered(report.ranks, report.steps))
     if report.linked:
         print(f"added {report.linked:,} edges between nodes that follow each other on a stream")
     console.announce_output(output)

@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 
 from prismtrace.blocks import INSTANCE_KEY, instance_blocks
 from prismtrace.errors import JoinError
-from prismtrace.headers import CUT_BEFORE
 from prismtrace.output import refuse_inputs
+from prismtrace.rank_blocks import joined_ranks
 from prismtrace.ranks import format_ranks
 from prismtrace.reading import reading
-from prismtrace.schema import (
-    INDEX_BITS,
-    ClockDomain,
-    ProcessGroup,
-    TraceHeader,
-    TraceKind,
-)
-from prismtrace.trace import (
-    PathLike,
-    Trace,
-    instance_columns,
-    node_ids,
-    open_trace,
-    read_headers,
-    trace_files,
-    write_nodes,
-)
+from prismtrace.schema import TraceHeader, TraceKind
+from prismtrace.step_stretches import followed
+from prismtrace.trace import PathLike, Trace, open_trace, read_headers, trace_files, write_nodes
 
 __all__ = ["ConcatReport", "concat"]
-
-_COUNTER = ("group", "src_rank", "dst_rank")
 
 
 @dataclass(frozen=True)
@@ -76,10 +59,10 @@ def concat(traces: Sequence[Trace | PathLike], output: PathLike) -> ConcatReport
     refuse_inputs(output, paths)
     stretches = _stretches(opened)
     with reading(paths):
-        joined = _joined_ranks(stretches[0])
+        joined = joined_ranks(stretches[0])
         linked = 0
         for later in stretches[1:]:
-            joined, added = _followed(joined, _joined_ranks(later))
+            joined, added = followed(joined, joined_ranks(later))
             linked += added
         _require_agreement(joined, paths)
         write_nodes(joined.header, joined.nodes, output)
@@ -178,266 +161,6 @@ def _require_fit(stretches: list[list[Trace]]) -> None:
                 where=_where(before[0], after[0]),
                 hint="cut overlapping steps away with `slice-out --steps`",
             )
-
-
-# --- blocks of ranks ----------------------------------------------------------------------
-
-
-@dataclass
-class _Names:
-    """Groups, streams and clocks of several headers, each numbered once."""
-
-    groups: dict[tuple[tuple[int, ...], str, int], ProcessGroup] = field(default_factory=dict)
-    streams: dict[str, int] = field(default_factory=dict)
-    clocks: dict[tuple[object, ...], ClockDomain] = field(default_factory=dict)
-
-    def take(self, header: TraceHeader) -> tuple[dict[int, int], dict[int, int]]:
-        """Numbers of a header's groups and streams -> those of the result."""
-        groups: dict[int, int] = {}
-        times: dict[tuple[tuple[int, ...], str], int] = {}
-        for group in header.groups:
-            same = times[group.ranks, group.name] = times.get((group.ranks, group.name), -1) + 1
-            key = (group.ranks, group.name, same)
-            if key not in self.groups:
-                self.groups[key] = group.model_copy(update={"id": self._free(group.id)})
-            groups[group.id] = self.groups[key].id
-        labels = header.streams
-        streams = {n: self.streams.setdefault(label, self._next(n)) for n, label in labels.items()}
-        for domain in header.clock:
-            alone = () if domain.host is not None else domain.ranks
-            about = (domain.host, domain.source, domain.offset_ns, domain.uncertainty_ns, alone)
-            known = self.clocks.get(about)
-            ranks = sorted({*domain.ranks, *(known.ranks if known else ())})
-            number = known.id if known else len(self.clocks)
-            self.clocks[about] = domain.model_copy(update={"id": number, "ranks": tuple(ranks)})
-        return groups, streams
-
-    def _free(self, wanted: int) -> int:
-        taken = {group.id for group in self.groups.values()}
-        return wanted if wanted not in taken else max(taken) + 1
-
-    def _next(self, wanted: int) -> int:
-        taken = set(self.streams.values())
-        return wanted if wanted not in taken else max(taken) + 1
-
-
-def _joined_ranks(pieces: list[Trace]) -> Trace:
-    """Blocks of ranks as one trace, its rows in order."""
-    pieces = sorted(pieces, key=lambda piece: min(piece.header.ranks, default=0))
-    names = _Names()
-    frames = []
-    for piece in pieces:
-        groups, streams = names.take(piece.header)
-        frames.append(_renamed(piece.nodes, groups, streams))
-    headers = [piece.header for piece in pieces]
-    apart = all(max(a.ranks, default=0) < min(b.ranks, default=0) for a, b in pairwise(headers))
-    return Trace(_header(headers, names), _in_order(frames, apart=apart))
-
-
-def _renamed(nodes: pl.LazyFrame, groups: dict[int, int], streams: dict[int, int]) -> pl.LazyFrame:
-    """Rows with other numbers of groups and streams; those that mean nothing stay."""
-    changes = {}
-    for name, numbers in (("group", groups), ("stream", streams)):
-        if any(old != new for old, new in numbers.items()):
-            changes[name] = pl.col(name).replace(numbers)
-    return nodes.with_columns(**changes)
-
-
-def _in_order(frames: list[pl.LazyFrame], *, apart: bool = False) -> pl.LazyFrame:
-    """Rows of all frames in the order of their ids; every frame is in order.
-
-    `apart`: those of each frame come after all of the one before.
-    """
-    if apart:
-        return pl.concat(frames, how="diagonal")
-    columns = list(dict.fromkeys(name for f in frames for name in f.collect_schema().names()))
-    types = {name: t for f in frames for name, t in f.collect_schema().items()}
-    whole = [
-        frame.with_columns(
-            pl.lit(None, types[name]).alias(name)
-            for name in columns
-            if name not in frame.collect_schema()
-        ).select(columns)
-        for frame in frames
-    ]
-    joined = whole[0]
-    for frame in whole[1:]:
-        joined = joined.merge_sorted(frame, key="id")
-    return joined
-
-
-def _header(headers: Sequence[TraceHeader], names: _Names) -> TraceHeader:
-    """What the pieces say together; the first one speaks for what is not joined."""
-    policies: dict[str, int] = {}
-    for header in headers:
-        for name, number in header.policies.items():
-            policies[name] = policies.get(name, 0) + number
-    symmetry = {r: like for header in headers for r, like in (header.symmetry or {}).items()}
-    return headers[0].model_copy(
-        update={
-            "ranks": tuple(sorted({rank for header in headers for rank in header.ranks})),
-            "groups": tuple(sorted(names.groups.values(), key=lambda group: group.id)),
-            "streams": {n: label for label, n in sorted(names.streams.items(), key=lambda x: x[1])},
-            "clock": tuple(names.clocks.values()),
-            "steps": tuple(sorted({step for header in headers for step in header.steps})),
-            "symmetry": symmetry or None,
-            "sources": tuple(dict.fromkeys(text for h in headers for text in h.sources)),
-            "policies": policies,
-            "extra": _extra(headers),
-        }
-    )
-
-
-def _extra(headers: Sequence[TraceHeader]) -> dict[str, Any]:
-    """That of the first, and which steps do not follow the one before them."""
-    cut = {step: ahead for h in headers for step, ahead in h.extra.get(CUT_BEFORE, {}).items()}
-    for before, after in pairwise(headers):
-        if not before.steps or not after.steps or before.steps == after.steps:
-            continue
-        last, first = before.steps[-1], after.steps[0]
-        if cut.get(str(first), first - 1) == last:
-            cut.pop(str(first), None)
-        else:
-            cut.setdefault(str(first), first - 1)
-    extra = {name: value for name, value in headers[0].extra.items() if name != CUT_BEFORE}
-    return {**extra, CUT_BEFORE: cut} if cut else extra
-
-
-# --- stretches of steps -------------------------------------------------------------------
-
-
-def _followed(before: Trace, after: Trace) -> tuple[Trace, int]:
-    """Both stretches as one trace, and how many edges lead from one to the other.
-
-    None does where steps are missing between them: how long those took is in no step; nor between
-    sampled steps, which were laid out one behind the other.
-    """
-    names = _Names()
-    names.take(before.header)
-    groups, streams = names.take(after.header)
-    if len(names.clocks) != len(before.header.clock):
-        raise JoinError(
-            "the steps were recorded by different clocks",
-            where=f"steps {format_ranks(before.header.steps)} and "
-            f"{format_ranks(after.header.steps)}",
-            hint="join what one run recorded on the same hosts",
-        )
-    last = _by_stream(before.nodes, last=True)
-    later = _renamed(after.nodes, groups, streams)
-    first = _by_stream(later, last=False)
-    _require_later(last, first, after)
-    counts = before.nodes.group_by("rank").agg(shift=pl.col("index").max() + 1).collect()
-    shift = dict(counts.iter_rows())
-    later = _numbered_on(later, before.nodes)
-    later = _placed_on(later, shift)
-    header = _header([before.header, after.header], names)
-    linked = 0
-    follows = str(after.header.steps[0]) not in header.extra.get(CUT_BEFORE, {})
-    if follows and not header.extra.get("sampled_steps"):
-        links = _links(last, first, shift)
-        later, linked = _linked(later, links), links.height
-    return Trace(header, _in_order([before.nodes, later])), linked
-
-
-def _by_stream(nodes: pl.LazyFrame, *, last: bool) -> pl.DataFrame:
-    """The last (or first) row of every rank and stream, and when the rank ends (or begins)."""
-    order = pl.col("index").arg_max() if last else pl.col("index").arg_min()
-    return (
-        nodes.group_by("rank", "stream")
-        .agg(
-            pl.col("index", "batch").get(order),
-            end=(pl.col("start_ns") + pl.col("dur_ns")).max(),
-            begin=pl.col("start_ns").min(),
-        )
-        .sort("rank", "stream")
-        .collect(engine="streaming")
-    )
-
-
-def _require_later(last: pl.DataFrame, first: pl.DataFrame, after: Trace) -> None:
-    """On no stream of a rank may the later steps begin before the earlier ones end."""
-    both = last.join(first, on=["rank", "stream"], suffix="_later")
-    early = both.filter(pl.col("begin_later") < pl.col("end"))
-    if early.height:
-        rank, by = early["rank"][0], early["end"][0] - early["begin_later"][0]
-        raise JoinError(
-            f"steps {format_ranks(after.header.steps)} begin before those ahead of them end: on "
-            f"rank {rank} by {by} ns",
-            where=_where(after),
-            hint="join pieces of one run, whose times go on",
-        )
-
-
-def _numbered_on(later: pl.LazyFrame, before: pl.LazyFrame) -> pl.LazyFrame:
-    """Instances counted on, where their numbers do not do so already."""
-
-    def spans(nodes: pl.LazyFrame) -> pl.DataFrame:
-        members = nodes.filter(pl.col("seq").is_not_null()).select(*instance_columns())
-        return (
-            members.group_by(*_COUNTER)
-            .agg(low=pl.col("seq").min(), high=pl.col("seq").max())
-            .collect(engine="streaming")
-        )
-
-    both = spans(before).join(spans(later), on=list(_COUNTER), suffix="_later")
-    moved = both.filter(pl.col("low_later") <= pl.col("high")).select(
-        *_COUNTER, _shift=pl.col("high") + 1 - pl.col("low_later")
-    )
-    if moved.is_empty():
-        return later
-    key = [column for column in instance_columns() if column.meta.output_name() in _COUNTER]
-    named = [column.alias(f"_{column.meta.output_name()}") for column in key]
-    return (
-        later.with_columns(named)
-        .join(
-            moved.lazy(),
-            left_on=[f"_{name}" for name in _COUNTER],
-            right_on=list(_COUNTER),
-            how="left",
-            maintain_order="left",
-        )
-        .with_columns(seq=pl.col("seq") + pl.col("_shift").fill_null(0))
-        .drop("_shift", *(f"_{name}" for name in _COUNTER))
-    )
-
-
-def _placed_on(later: pl.LazyFrame, shift: dict[int, int]) -> pl.LazyFrame:
-    """Rows with their indices and ids moved behind those of the earlier steps."""
-
-    def moved(rank: pl.Expr) -> pl.Expr:
-        return rank.replace_strict(shift, default=0, return_dtype=pl.Int32)
-
-    rank, source = pl.col("rank"), pl.element() // (1 << INDEX_BITS)
-    index = pl.col("index") + moved(rank)
-    return later.with_columns(
-        index=index,
-        id=node_ids(rank, index),
-        xdeps=pl.col("xdeps").list.eval(pl.element() + moved(source.cast(pl.Int32)).cast(pl.Int64)),
-    )
-
-
-def _links(last: pl.DataFrame, first: pl.DataFrame, shift: dict[int, int]) -> pl.DataFrame:
-    """Columns rank, stream, index, batch, back: first rows and the distance of what is ahead."""
-    both = first.join(last, on=["rank", "stream"], suffix="_ahead", maintain_order="left")
-    index = pl.col("index") + pl.col("rank").replace_strict(shift, default=0, return_dtype=pl.Int32)
-    return both.select("rank", index=index, _back=(index - pl.col("index_ahead")).cast(pl.UInt32))
-
-
-def _linked(later: pl.LazyFrame, links: pl.DataFrame) -> pl.LazyFrame:
-    """Rows with an edge to the row ahead on their stream, for the first of each stream."""
-    back = pl.col("_back")
-    lags = pl.concat_list(pl.lit([0], dtype=pl.List(pl.Int64)), "lag_ns")
-    return (
-        later.join(links.lazy(), on=["rank", "index"], how="left", maintain_order="left")
-        .with_columns(
-            deps=pl.when(back.is_null()).then("deps").otherwise(pl.concat_list(back, "deps")),
-            lag_ns=pl.when(back.is_null()).then("lag_ns").otherwise(lags),
-        )
-        .drop("_back")
-    )
-
-
-# --- checks -------------------------------------------------------------------------------
 
 
 def _require_agreement(joined: Trace, paths: Sequence[Path]) -> None:
