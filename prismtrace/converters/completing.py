@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -27,15 +27,13 @@ def complete_nodes(
 ) -> pl.LazyFrame:
     """The nodes of all ranks with id, rank, group, seq and partner.
 
-    The files of the ranks stay as they are. What is new has a file of its own for each rank, in
-    `folder`, with as many rows: side by side they are the whole, and only that is written.
+    The files of the ranks stay as they are. What is new goes into files in `folder`, with as
+    many rows: side by side they are the whole, and only that is written.
     """
     nodes = one_after_another([trace.nodes for trace in traces])
-    found = one_after_another(
-        [_write_matched(trace, assignments[trace.rank], ids, folder) for trace in traces]
-    )
+    matched = (_matched(trace, assignments[trace.rank], ids) for trace in traces)
     return (
-        pl.concat([nodes, found], how="horizontal")
+        pl.concat([nodes, pl.scan_parquet(_written(matched, folder), glob=False)], how="horizontal")
         .with_columns(
             id=node_ids(pl.col("rank"), pl.col("index")),
             real=pl.lit(value=True),
@@ -49,11 +47,33 @@ def complete_nodes(
     )
 
 
-def _write_matched(
-    trace: RankTrace, assignment: Assignment, ids: Mapping[GroupKey, int], folder: Path
-) -> Path:
+def _written(frames: Iterable[pl.DataFrame], folder: Path) -> list[Path]:
+    """Frames one after the other; small ones share a file, since each takes memory to scan."""
+    paths: list[Path] = []
+    waiting: list[pl.DataFrame] = []
+    rows = 0
+
+    def write() -> None:
+        paths.append(folder / f"matched-{len(paths)}.parquet")
+        pl.concat(waiting).write_parquet(paths[-1], compression="lz4")
+        waiting.clear()
+
+    for frame in frames:
+        waiting.append(frame)
+        rows += frame.height
+        if rows >= _FILE_ROWS:
+            write()
+            rows = 0
+    if waiting:
+        write()
+    return paths
+
+
+_FILE_ROWS = 1 << 18
+
+
+def _matched(trace: RankTrace, assignment: Assignment, ids: Mapping[GroupKey, int]) -> pl.DataFrame:
     """What matching found for a rank, a row for each of its nodes; `index` counts these."""
-    path = folder / f"{trace.rank}.matched.parquet"
     place = trace.comms.index
     lost = np.zeros(trace.rows, dtype=np.bool_)
     lost[place] = [
@@ -66,7 +86,7 @@ def _write_matched(
         "peer": (assignment.peer, pl.Int32),
         "nbytes": (assignment.nbytes, pl.Int64),
     }
-    pl.DataFrame(
+    return pl.DataFrame(
         [
             pl.Series("rank", [trace.rank], dtype=pl.Int32).new_from_index(0, trace.rows),
             pl.Series("lost", lost),
@@ -77,8 +97,7 @@ def _write_matched(
                 for name, (values, dtype) in columns.items()
             ),
         ]
-    ).write_parquet(path, compression="lz4")
-    return path
+    )
 
 
 def one_after_another(paths: Sequence[Path]) -> pl.LazyFrame:
