@@ -115,8 +115,6 @@ def slice_(
     call.check()
     if only is not None and refine:
         raise typer.BadParameter("--only runs one slice again; --refine needs all of them")
-    if shm_dir is not None and not shm_dir.is_dir():
-        raise typer.BadParameter(f"--shm-dir {shm_dir} is no folder")
     # Before torch is imported, which counts its threads then.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from prismreplay.slicing.campaigning import SliceOptions, slice_job
@@ -220,8 +218,13 @@ def _print(report: SlicingReport, options: SliceOptions) -> None:
         return
     print(f"wrote {len(report.slices)} slices in {report.folder}")
     graph = " ".join(str(path) for path in report.graph)
+    costs = ""
+    if report.split_groups:
+        costs = f" --ranks-per-host {options.local_world_size or report.world_size}"
+        costs += "" if options.comm_table is None else f" --comm-table {options.comm_table}"
     print(
-        f"next: prismcalib merge {report.folder}/slice-*.parquet --bare {graph} -o aligned.parquet"
+        f"next: prismcalib merge {report.folder}/slice-*.parquet --bare {graph}{costs} "
+        "-o aligned.parquet"
     )
 
 
@@ -237,7 +240,8 @@ def _warn(report: SlicingReport) -> None:
         took = "what few ranks take" if report.assistants else "no time yet"
         print(
             f"note: {console.counted(report.split_groups, 'group')} were never real as a whole, and "
-            f"their transfers take {took}: give merge a --comm-table and --ranks-per-host",
+            f"their transfers take {took}: merge has a model fill them in (--ranks-per-host), or "
+            "times that `prismreplay comm-bench` measured (--comm-table)",
             file=sys.stderr,
         )
     if not report.timing_true:
