@@ -198,23 +198,12 @@ def report_of(
     emulated = step_times(open_trace(outcome.output), sandbox)
     predicted = step_times(graph, sandbox) if timed else {}
     steps = _steps(outcome, emulated, predicted)
-    counted = steps[1:] or steps
-    interference = max((one.late_ns / max(1, one.emulated_ns) for one in counted), default=0.0)
-    whole = sum(emulated.values()) or 1
-    late = (max(one.late_ns, one.fetching_ns) / whole for one in outcome.devices.values())
-    interference = max(interference, *late, 0.0)
+    interference = _interference(outcome, steps, sum(emulated.values()))
     followers = outcome.world.followers.values()
     uses = outcome.coordinator.uses
     moved = defaultdict(list)
     for one in outcome.moved:
         moved[one.key].append(one)
-    sources: Counter[str] = Counter()
-    for key, use in uses.items():
-        if set(use.ranks) - set(sandbox):
-            # What nobody knows is measured in the small group, if there is one.
-            unknown = TransferSource.REDUCED if moved[key] else TransferSource.NONE
-            for source, count in use.transfer_sources.items():
-                sources[unknown if source == TransferSource.NONE else source] += count
     return RunReport(
         output=outcome.output,
         world_size=graph.header.world_size,
@@ -239,7 +228,7 @@ def report_of(
         ),
         groups=tuple(_group(use, sandbox, moved[key]) for key, use in uses.items()),
         bypassed_groups=sum(set(sandbox).isdisjoint(group.ranks) for group in graph.header.groups),
-        transfer_sources=dict(sources),
+        transfer_sources=_transfer_sources(uses, sandbox, moved),
         repeated_operations=sum(one.repeated for one in followers),
         missing_operations=sum(one.missing for one in followers),
         resized_operations=sum(one.resized for one in followers),
@@ -255,6 +244,29 @@ def report_of(
         policies=dict(outcome.made.policies),
         core_wait=core_wait(outcome.marks),
     )
+
+
+def _interference(outcome: RunOutcome, steps: Sequence[StepResult], whole_ns: int) -> float:
+    """See `RunReport`; of ranks on GPUs, as a share of all steps."""
+    counted = steps[1:] or steps
+    late = [one.late_ns / max(1, one.emulated_ns) for one in counted]
+    late += [
+        max(one.late_ns, one.fetching_ns) / (whole_ns or 1) for one in outcome.devices.values()
+    ]
+    return max(late, default=0.0)
+
+
+def _transfer_sources(
+    uses: Mapping[str, GroupUse], sandbox: Sequence[int], moved: Mapping[str, list[MovedSummary]]
+) -> dict[str, int]:
+    sources: Counter[str] = Counter()
+    for key, use in uses.items():
+        if set(use.ranks) - set(sandbox):
+            # What nobody knows is measured in the small group, if there is one.
+            unknown = TransferSource.REDUCED if moved.get(key) else TransferSource.NONE
+            for source, count in use.transfer_sources.items():
+                sources[unknown if source == TransferSource.NONE else source] += count
+    return dict(sources)
 
 
 def _typical(times: Sequence[int]) -> int | None:
