@@ -20,6 +20,13 @@ __all__ = [
     "tensor_sources",
 ]
 
+
+def _folder(path: Path | None) -> Path | None:
+    if path is not None and not path.is_dir():
+        raise typer.BadParameter(f"{path} is no folder")
+    return path
+
+
 Program = Annotated[
     list[str],
     typer.Argument(
@@ -34,7 +41,11 @@ LocalWorldSize = Annotated[
 ]
 ShmDir = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Folder for tensors that ranks hand over. Default: memory."),
+    typer.Option(
+        callback=_folder,
+        metavar="DIR",
+        help="Folder for tensors that ranks hand over. Default: memory.",
+    ),
 ]
 MockRouter = Annotated[
     Path | None,

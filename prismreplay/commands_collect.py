@@ -126,7 +126,7 @@ def collect(
     from prismreplay.collect.programs import program_of
     from prismtrace.output import refuse_inputs
 
-    _check_options(world_size, local_world_size, shm_dir)
+    _check_options(world_size, local_world_size)
     choices = _tensor_choices(
         world_size,
         sandbox,
@@ -171,13 +171,11 @@ def collect(
         _print(report)
 
 
-def _check_options(world_size: int, local_world_size: int | None, shm_dir: Path | None) -> None:
+def _check_options(world_size: int, local_world_size: int | None) -> None:
     if local_world_size is not None and local_world_size > world_size:
         raise typer.BadParameter(
             f"--local-world-size is more than the {world_size} ranks there are"
         )
-    if shm_dir is not None and not shm_dir.is_dir():
-        raise typer.BadParameter(f"--shm-dir {shm_dir} is no folder")
 
 
 def _bytes(option: str, gib: float | None) -> int | None:

@@ -17,6 +17,7 @@ from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.collect.stale import end_groups
 from prismreplay.errors import ProgramError, RankFailedError
+from prismreplay.runtime.exits import told_end
 
 __all__ = ["run_command", "run_ranks", "with_paths"]
 
@@ -113,7 +114,7 @@ def _watch(
             if code:
                 cause, how = _cause(running, selector, logs)
                 raise RankFailedError(
-                    f"rank {cause} {_ending(how)}",
+                    f"rank {cause} {told_end(how)}",
                     where=str(logs.path(cause)),
                     report="" if logs.shows(cause) else logs.tail(cause),
                 )
@@ -140,16 +141,6 @@ def _cause(
             rank = (causes or list(codes))[0]
             return rank, codes[rank]
         time.sleep(_LOOK_SECONDS)
-
-
-def _ending(code: int) -> str:
-    """What an exit code says."""
-    if code > 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

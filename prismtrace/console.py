@@ -185,6 +185,16 @@ def _exit_code(app: typer.Typer) -> int | str | None:
             "with more memory",
         )
         code = 1
+    except BaseException as error:
+        # Polars' panics are no Exception; this one is no bug of anybody's.
+        if type(error).__name__ != "PanicException" or "spawn worker thread" not in str(error):
+            raise
+        _print_failure(
+            str(error),
+            where="Polars",
+            hint="allow more processes (ulimit -u), or have it use fewer: POLARS_MAX_THREADS=1",
+        )
+        code = 1
     return code
 
 

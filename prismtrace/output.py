@@ -21,6 +21,7 @@ __all__ = [
     "disk_error",
     "output_error",
     "own_prefix",
+    "refusal",
     "refuse_inputs",
     "temporary_prefix",
     "utf8_text",
@@ -61,7 +62,7 @@ def atomic_output(path: str | os.PathLike[str]) -> Iterator[Path]:
     except Exception as error:
         number = disk_error(error)
         if number is None and CUT_OFF in str(error):
-            number = _refusal(temporary)
+            number = refusal(temporary)
         if number is None:
             raise
         raise output_error(shown, number) from error
@@ -82,8 +83,11 @@ def disk_error(error: Exception) -> int | None:
     return 0 if isinstance(error, OSError) else None
 
 
-def _refusal(file: Path) -> int | None:
-    """Why a file takes no more bytes; None if it does."""
+def refusal(file: Path) -> int | None:
+    """Why a file takes no more bytes, as a number of the operating system; None if it does.
+
+    What it has taken is left at its end.
+    """
     try:
         with file.open("ab") as opened:
             opened.write(bytes(_MORE_BYTES))

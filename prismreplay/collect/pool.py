@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import gc
 import importlib
@@ -146,10 +147,19 @@ def preload() -> list[str]:
     if "torch" in missing:
         # Says itself what is wrong.
         importlib.import_module("torch")
+    _remove_empty_cache()
     gc.collect()
     # The collector writes into every object that it looks at, which unshares its page.
     gc.freeze()
     return missing
+
+
+def _remove_empty_cache() -> None:
+    """Remove the folder that torch's compiler makes when it is imported, unless it is used."""
+    folders = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    if folders is not None and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        with contextlib.suppress(AttributeError, OSError):  # torch's own matter; not empty
+            os.rmdir(folders.default_cache_dir())  # noqa: PTH106  a text
 
 
 def environment(job: Job, rank: int) -> dict[str, str]:
@@ -371,6 +381,8 @@ def _hint(error: BaseException, *, alone: bool) -> str | None:
             "other ranks were on that GPU, too: if this one alone would fit, leave more room for "
             "growth with a smaller --gpu-memory"
         )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space: is it the disk that the output of ranks goes to (--log-dir)?"
     if any(text in str(error) for text in _NO_GPU):
         return (
             "the program wants a GPU, and there is none here, or torch is a build for CPUs: where "

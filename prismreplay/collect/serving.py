@@ -22,6 +22,7 @@ from prismreplay.collect.messages import Message, unpack_op
 from prismreplay.collect.pool import RankProcess
 from prismreplay.collect.watching import IdleWatch, MemoryWatch, cpu_seconds
 from prismreplay.errors import RankFailedError
+from prismreplay.runtime.exits import told_end
 from prismreplay.runtime.operations import Group
 from prismtrace.errors import PrismError
 
@@ -329,10 +330,7 @@ class Service:
         hint = "the other ranks were stopped"
         if printed:
             hint = "the end of what it printed is above; the other ranks were stopped"
-        if code > 0:
-            what = f"ended with exit code {code}"
-        else:
-            what = f"was killed by {signal.Signals(-code).name}"
+        what = told_end(code)
         if -code == signal.SIGKILL:
             hint = (
                 "most likely the machine ran out of memory: use fewer ranks or a smaller model, or "

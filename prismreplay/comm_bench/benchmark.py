@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.comm_bench.spec import BenchSpec, placements
+from prismreplay.errors import RankFailedError
 from prismreplay.local_ranks import run_ranks, with_paths
-from prismtrace.output import writable_target
+from prismtrace.output import output_error, refusal, writable_target
 
 if TYPE_CHECKING:
     from prismcalib.comm_table import CommTable
@@ -90,7 +91,15 @@ def _start(spec: BenchSpec, ranks: int, output: Path) -> Measured:
     program = ProgramCall(RANK_MODULE, (spec.to_json(), str(result.resolve())), is_module=True)
     logs = RankLogs(folder, ranks, (), errors_only=True)
     logs.prepare()
-    run_ranks(program, ranks, _environment(), logs)
+    try:
+        run_ranks(program, ranks, _environment(), logs)
+    except RankFailedError as error:
+        # On a full disk no rank can say why it failed: neither in its result nor in its log.
+        number = refusal(result)
+        if number is None:
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+        raise output_error(output, number) from error
     measured = read_result(result)
     shutil.rmtree(folder)
     return measured

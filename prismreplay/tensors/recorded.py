@@ -18,7 +18,8 @@ from prismreplay.errors import TensorRecordingError
 from prismreplay.runtime.operations import Call, Op, TensorSpec
 from prismreplay.tensors.recording import INDEX_SCHEMA, digest_of
 from prismreplay.tensors.scope import AGAIN, read_manifest
-from prismtrace.errors import PrismError
+from prismtrace.errors import InputFileError, PrismError
+from prismtrace.input_files import require_readable
 from prismtrace.ranks import format_ranks, parse_ranks
 from prismtrace.reading import read_table
 from prismtrace.schema import DType
@@ -246,7 +247,14 @@ class RecordedTensors:
         return rows
 
     def _open_shard(self, number: int) -> Any:
-        return safe_open(self.folder / f"shard-{number:05d}.safetensors", framework="pt")
+        path = self.folder / f"shard-{number:05d}.safetensors"
+        try:
+            require_readable(path)
+        except InputFileError as error:
+            raise self._error(
+                f"shard {number} is missing or damaged: {error.message}", AGAIN
+            ) from (error)
+        return safe_open(path, framework="pt")
 
     def _error(self, message: str, hint: str) -> TensorRecordingError:
         return TensorRecordingError(message, where=str(self.folder), hint=hint)

@@ -105,7 +105,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         int(found["world_size"])
         int(found.get("parts", 0))
-        for ranks in found["groups"].values():
+        for ranks in [*found["groups"].values(), str(found.get("sandbox", ""))]:
             parse_ranks(ranks)
         RecordingScope.of(found)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

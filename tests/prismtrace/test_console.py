@@ -96,6 +96,30 @@ def test_polars_without_threads_is_told(monkeypatch, capsys):
     ]
 
 
+def test_polars_that_gets_no_threads_is_told(monkeypatch, capsys):
+    class PanicException(BaseException):
+        """As that of Polars, which is no Exception either."""
+
+    app = console.new_app("A program for tests.")
+
+    @app.command()
+    def main(what: str) -> None:
+        raise PanicException(what)
+
+    def ended(what: str) -> object:
+        monkeypatch.setattr("sys.argv", ["program", "main", what])
+        with pytest.raises(SystemExit) as caught:
+            console.run(app)
+        return caught.value.code
+
+    assert ended("OS can't spawn worker thread: Resource temporarily unavailable") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: OS can't spawn worker thread")
+    assert "ulimit -u" in said
+    with pytest.raises(PanicException):
+        ended("a bug")
+
+
 def test_an_os_error_names_the_path(program):
     done = _run(program, "unreadable")
     assert done.returncode == 1

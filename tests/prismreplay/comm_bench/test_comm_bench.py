@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -14,7 +15,11 @@ from typer.testing import CliRunner
 import prismreplay
 from prismcalib.comm_table import CommTable, Operation, read_comm_logs
 from prismreplay.cli import app
+from prismreplay.comm_bench.benchmark import bench_communications
+from prismreplay.comm_bench.spec import BenchSpec
+from prismreplay.errors import RankFailedError
 from prismreplay.local_ranks import with_paths
+from prismtrace.errors import OutputError
 
 pytest.importorskip("torch")
 
@@ -101,3 +106,18 @@ def test_groups_larger_than_the_world(tmp_path):
     words = ["--nproc", "2", "--group-sizes", "3", *FEW, "-o", str(tmp_path / "t.parquet")]
     answer = CliRunner().invoke(app, ["comm-bench", *words])
     assert "a group of 3 cannot be made of 2 ranks" in str(answer.exception)
+
+
+def test_a_full_disk_is_what_is_told(tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise RankFailedError("rank 0 ended with exit code 1")
+
+    monkeypatch.setattr("prismreplay.comm_bench.benchmark.run_ranks", fail)
+    monkeypatch.setattr("prismreplay.comm_bench.benchmark.refusal", lambda _: errno.ENOSPC)
+    with pytest.raises(OutputError, match="No space left") as caught:
+        bench_communications(BenchSpec(sizes=(1024,)), tmp_path / "table.parquet", ranks=2)
+    assert caught.value.hint
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("prismreplay.comm_bench.benchmark.refusal", lambda _: None)
+    with pytest.raises(RankFailedError):
+        bench_communications(BenchSpec(sizes=(1024,)), tmp_path / "table.parquet", ranks=2)

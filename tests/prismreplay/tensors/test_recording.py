@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import polars as pl
@@ -200,6 +201,16 @@ def _written(tmp_path):
     return writing.close().folder
 
 
+def _make_a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _change_manifest(folder, **change):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -210,6 +221,15 @@ def _written(tmp_path):
         (
             lambda folder: (folder / "shard-00000.safetensors").write_bytes(b"no"),
             "shard 0 is missing or damaged",
+        ),
+        # Pipes would be waited for.
+        *(
+            (lambda folder, name=name: _make_a_pipe(folder / name), "pipe")
+            for name in ("shard-00000.safetensors", "index-00000.parquet", "manifest.json")
+        ),
+        *(
+            (lambda folder, change=change: _change_manifest(folder, **change), "damaged")
+            for change in ({"groups": {"0/0": 3}}, {"sandbox": "x"}, {"parts": "many"})
         ),
         (
             lambda folder: (folder / "index-00000.parquet").unlink(),
