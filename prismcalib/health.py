@@ -72,9 +72,10 @@ class Health:
     """Ratios of all ranks, and those that stand out.
 
     Attributes:
-        ranks: rank, host, unit (the trace, where there are several), operations (compared), expected_ns and observed_ns (computation per
-            step), ratio, above, deviations, transfer_ratio (of communications without waiting;
-            null unless both traces are merged), flagged.
+        ranks: rank, host, unit (the trace, where there are several), operations (compared),
+            expected_ns and observed_ns (computation per step), ratio, above, deviations,
+            transfer_ratio (of communications without waiting; null unless both traces are merged),
+            flagged.
         usual_ratio: median over the ranks.
         scatter: usual deviation of a rank's ratio from it, relative.
         compared: share of the expected computation time that the observed trace has as well.

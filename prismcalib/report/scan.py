@@ -46,7 +46,8 @@ class Scan:
         late: group, rank, arrivals: in how many collectives the rank arrived last.
         kinds: kind, rows, dur_ns: sums over all ranks.
         sources: transfer_source, rows, transfer_ns, of matched communications.
-        step_ends: step, start_ns (first), end_ns (last), microbatches and chunks (how many; null if not numbered).
+        step_ends: step, start_ns (first), end_ns (last), microbatches and chunks (how many; null if
+            not numbered).
         pairs: group, rank, peer: who sends to whom.
         virtual_rows: rows that no real rank measured.
         memory_bytes: int64[R, MEMORY_BINS], highest level in each bin; None if unknown.

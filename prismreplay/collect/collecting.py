@@ -89,16 +89,16 @@ class CollectReport:
     """What was run and written.
 
     `context_switches` were made; `naive_context_switches` would have been made, on the same
-    program, by taking ranks in turn and swapping each out when it blocks (None: too long a
-    program to count). `rounds` is the number of turns of the rank that needed most: 1 when every
-    rank ran from start to end in one go. `most_running` ranks computed at a time.
-    `peak_memory_bytes` counts what all ranks took together, shared pages in parts;
-    `rank_memory_bytes` is the largest resident size of one rank, shared pages included.
-    `supplied` communications were answered without partners; `mirrored` calls of ranks were of
-    collectives that were not performed; `unreceived` messages were sent to
-    ranks that never received them. `folded_ranks` are represented by others in the graph, of which
-    `checked_ranks` ran to be compared, and `uneven_all_to_all` of theirs differed in size. `gpu` says
-    what sharing GPUs took, where there are any. Times in seconds; `start_s` is part of `wall_s`.
+    program, by taking ranks in turn and swapping each out when it blocks (None: too long a program
+    to count). `rounds` is the number of turns of the rank that needed most: 1 when every rank ran
+    from start to end in one go. `most_running` ranks computed at a time. `peak_memory_bytes` counts
+    what all ranks took together, shared pages in parts; `rank_memory_bytes` is the largest resident
+    size of one rank, shared pages included. `supplied` communications were answered without
+    partners; `mirrored` calls of ranks were of collectives that were not performed; `unreceived`
+    messages were sent to ranks that never received them. `folded_ranks` are represented by others
+    in the graph, of which `checked_ranks` ran to be compared, and `uneven_all_to_all` of theirs
+    differed in size. `gpu` says what sharing GPUs took, where there are any. Times in seconds;
+    `start_s` is part of `wall_s`.
     """
 
     output: Path

@@ -2,8 +2,9 @@
 
 A job's graph does not depend on what its gradients are. With `collect --mirror-above`, a rank gets
 from larger collectives what it would get if all members gave what it gives: nothing is copied, not
-even from a GPU. Whole numbers (tokens, sizes, objects) and messages are always performed, and so is what may be large on one member and small
-on another (exchanges of all with all): either all members leave an operation out, or none.
+even from a GPU. Whole numbers (tokens, sizes, objects) and messages are always performed, and so is
+what may be large on one member and small on another (exchanges of all with all): either all members
+leave an operation out, or none.
 """
 
 from __future__ import annotations

@@ -62,8 +62,9 @@ def thrifty(view: View) -> Choice | None:
 
     First whoever is resident. A slot whose resident waits only for ranks that are computing just
     now is kept for it: tensor-parallel neighbours would otherwise swap at each of their many
-    collectives. Then the lowest rank: neighbours talk most, and those that are left alone stay where they are.
-    Preferring ranks that most others wait for took 17 % more switches of the example programs.
+    collectives. Then the lowest rank: neighbours talk most, and those that are left alone stay
+    where they are. Preferring ranks that most others wait for took 17 % more switches of the
+    example programs.
     """
     ready = set(view.ready)
     usable: list[int] = []

@@ -73,8 +73,9 @@ def core_wait(marks: Iterable[StepMark]) -> float:
 class RankSummary(NamedTuple):
     """A rank at its end: how well operations' ends were met, and its debt, in ns.
 
-    `spun` ranges of the program had another pace; see `prismreplay.run.spinning`. For `contended_ns`
-    the program had to share its processor with communication; see `prismreplay.run.contention`.
+    `spun` ranges of the program had another pace; see `prismreplay.run.spinning`. For
+    `contended_ns` the program had to share its processor with communication; see
+    `prismreplay.run.contention`.
     """
 
     rank: int
@@ -93,13 +94,13 @@ class RankSummary(NamedTuple):
 class DeviceSummary(NamedTuple):
     """A rank that computed on a GPU, at its end. Times in ns, sizes in bytes.
 
-    `operations` on the GPU took `issuing_ns` of the host, the median one `issuing_median_ns`; `mirrored` of them had nothing but the
-    rank's own numbers to go by; for `fetched` ones the hub was asked, for `fetched_late` of these not
-    ahead of time, which kept the host for `fetching_ns` in all.
-    `hold_*_ns` say by how much ends of operations were missed that lay ahead, `late` ones had passed
-    when the GPU got to them, by `late_ns` in all. Peaks are since the program last reset them, and
-    `allocations` were made of torch's allocator;
-    `outside_bytes` of the GPU are the emulator's own, beside torch's.
+    `operations` on the GPU took `issuing_ns` of the host, the median one `issuing_median_ns`;
+    `mirrored` of them had nothing but the rank's own numbers to go by; for `fetched` ones the hub
+    was asked, for `fetched_late` of these not ahead of time, which kept the host for `fetching_ns`
+    in all. `hold_*_ns` say by how much ends of operations were missed that lay ahead, `late` ones
+    had passed when the GPU got to them, by `late_ns` in all. Peaks are since the program last reset
+    them, and `allocations` were made of torch's allocator; `outside_bytes` of the GPU are the
+    emulator's own, beside torch's.
     """
 
     rank: int

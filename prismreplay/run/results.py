@@ -97,11 +97,11 @@ class MemoryResult:
 class GroupResult:
     """A process group with sandbox members, and how it communicated.
 
-    `transport` is `real` (torch's own backend), `local` (through the hub, with timed ends),
-    or `reduced` (a real group with an assistant). Of the latter, `reduced_transfer_ns` is how
-    long the small group's operations took (the median), and `assistant_late_ns` by how much the
-    assistant usually came too late. In a checking run, `compared` of its all_reduces were put beside
-    the exact results; `largest_difference` counts in the least that the type can tell apart.
+    `transport` is `real` (torch's own backend), `local` (through the hub, with timed ends), or
+    `reduced` (a real group with an assistant). Of the latter, `reduced_transfer_ns` is how long the
+    small group's operations took (the median), and `assistant_late_ns` by how much the assistant
+    usually came too late. In a checking run, `compared` of its all_reduces were put beside the
+    exact results; `largest_difference` counts in the least that the type can tell apart.
     """
 
     name: str
@@ -138,12 +138,12 @@ class RunReport:
 
     `step_ns` is the median of the steps after the first; null without steps. `interference` is
     the largest share that late answers took of a step after the first; above `interference_bound`
-    the run is `disturbed`: its times are the machine's, not the job's. `repeated_operations` belong to
-    steps beyond the graph, whose recorded tensors are those of its last step; `missing_operations`
-    of the graph were not made; `resized_operations` carried other numbers of bytes.
-    `transfer_sources` says, of the operations with virtual members, from where their transfer
-    times are known. Of the time in which ranks could compute they waited for a core for the share
-    `core_wait`.
+    the run is `disturbed`: its times are the machine's, not the job's. `repeated_operations` belong
+    to steps beyond the graph, whose recorded tensors are those of its last step;
+    `missing_operations` of the graph were not made; `resized_operations` carried other numbers of
+    bytes. `transfer_sources` says, of the operations with virtual members, from where their
+    transfer times are known. Of the time in which ranks could compute they waited for a core for
+    the share `core_wait`.
     """
 
     output: Path

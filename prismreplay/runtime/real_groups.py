@@ -1,9 +1,9 @@
 """Our group in the place of torch's own, where a role performs operations on the real backend.
 
 A role that wants some groups only makes these itself (`group_of`). One that wants all of them has
-torch make them: then torch has made its group by its own rules: backend per device, options, timeouts, splitting,
-debug wrappers. What is left to do is to have every table of torch that names that group name
-ours instead. Names and tables are those of torch 2.11 to 2.14.
+torch make them: then torch has made its group by its own rules: backend per device, options,
+timeouts, splitting, debug wrappers. What is left to do is to have every table of torch that names
+that group name ours instead. Names and tables are those of torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

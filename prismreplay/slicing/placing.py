@@ -35,8 +35,9 @@ def places_of(
 ) -> Places:
     """Rooms for the slices of a rotation.
 
-    A slice needs a core for each of its ranks and one for the emulator, which hands data over
-    and plays the virtual ranks; assistants need one each, too. With too few cores one slice runs at a time, on all of them.
+    A slice needs a core for each of its ranks and one for the emulator, which hands data over and
+    plays the virtual ranks; assistants need one each, too. With too few cores one slice runs at a
+    time, on all of them.
 
     Args:
         devices: cores to use; None: all that this process may.

@@ -1,10 +1,10 @@
 """Reads what virtual ranks contribute ahead of its use: disk, then memory, then the operation.
 
 A thread goes through the operations of the sandbox ranks' graphs in their order and reads what the
-recording holds of their virtual members, until the pool is full; each operation takes its part
-out. What is not there in time is read at once, and counted. What the program leaves out
-makes room when later operations need it. What is needed again and again is kept, where it fits, else it
-is read again ahead of its next use.
+recording holds of their virtual members, until the pool is full; each operation takes its part out.
+What is not there in time is read at once, and counted. What the program leaves out makes room when
+later operations need it. What is needed again and again is kept, where it fits, else it is read
+again ahead of its next use.
 """
 
 from __future__ import annotations
