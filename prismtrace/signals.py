@@ -1,12 +1,13 @@
 """Being asked to stop: like Ctrl-C, so that temporary files and workers go with the command.
 
-While a module is imported, KeyboardInterrupt may be lost: extension modules drop errors that they
-do not expect, or take them for a missing module, and the command would go on as if nothing had
-been asked of it. So it waits until the import is over.
+KeyboardInterrupt may be lost, and the command would go on as if nothing had been asked of it: while
+a module is imported, as extension modules drop errors that they do not expect, or take them for a
+missing module; in finalizers, and in what compiled code calls. So it waits until that is over.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -18,9 +19,10 @@ __all__ = ["stop_signals"]
 
 # A batch system's time limit, and a terminal that is closed. Windows has no SIGHUP.
 _STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
-_IMPORTING = "<frozen importlib._bootstrap>"
+# LLVM calls functions of llvmlite (numba's compiler).
+_DEAF_FILES = ("<frozen importlib._bootstrap>", f"{os.sep}llvmlite{os.sep}")
 _LOOK_S = 0.01
-_LONGEST_IMPORT_S = 60.0
+_LONGEST_WAIT_S = 60.0
 """A program that is an import itself would never be stopped otherwise."""
 
 
@@ -58,17 +60,17 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 class _Interruption:
-    """KeyboardInterrupt, as soon as no module is being imported."""
+    """KeyboardInterrupt, as soon as it is not lost."""
 
     def __init__(self) -> None:
         self._until: float | None = None  # None: nothing is due
 
     def come(self, frame: FrameType | None) -> None:
         """Raise now, or look again soon."""
-        if not _is_importing(frame) or not self._can_wait():
+        if not _is_deaf(frame) or not self._can_wait():
             raise KeyboardInterrupt
         if self._until is None:
-            self._until = time.monotonic() + _LONGEST_IMPORT_S
+            self._until = time.monotonic() + _LONGEST_WAIT_S
             signal.signal(signal.SIGALRM, self._look)
             signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
 
@@ -86,14 +88,16 @@ class _Interruption:
         return hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
     def _look(self, _number: int, frame: FrameType | None) -> None:
-        if self._until is not None and (not _is_importing(frame) or not self._can_wait()):
+        if self._until is not None and (not _is_deaf(frame) or not self._can_wait()):
             self.forget()
             raise KeyboardInterrupt
 
 
-def _is_importing(frame: FrameType | None) -> bool:
+def _is_deaf(frame: FrameType | None) -> bool:
+    """Whether an error raised here may never get to who waits for it."""
     while frame is not None:
-        if frame.f_code.co_filename == _IMPORTING:
+        code = frame.f_code
+        if code.co_name == "__del__" or any(name in code.co_filename for name in _DEAF_FILES):
             return True
         frame = frame.f_back
     return False

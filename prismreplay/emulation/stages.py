@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prismreplay.collect.surroundings import uninterrupted
 from prismreplay.errors import ReplayError
 from prismtrace import __version__
 from prismtrace.input_files import unreadable
@@ -182,7 +183,9 @@ def _call(stage: Stage) -> str:
         try:
             printed, _ = process.communicate()
         except BaseException:
-            _end(process)
+            # A second Ctrl-C would leave the stage behind.
+            with uninterrupted():
+                _end(process)
             raise
     if process.returncode:
         raise StageError(stage.name, _exit_code(process.returncode))

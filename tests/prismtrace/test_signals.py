@@ -69,6 +69,21 @@ def test_an_import_does_not_swallow_it(
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
+class _Finalized:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_finalizer_does_not_swallow_it() -> None:
+    def run() -> None:
+        with stop_signals():
+            _Finalized()
+            signal.pause()  # until what is due comes
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+
+
 def test_an_import_that_takes_too_long_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +91,7 @@ def test_an_import_that_takes_too_long_is_interrupted(
         f"import os, time\nos.kill(os.getpid(), {int(signal.SIGTERM)})\ntime.sleep(60)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("prismtrace.signals._LONGEST_IMPORT_S", 0.05)
+    monkeypatch.setattr("prismtrace.signals._LONGEST_WAIT_S", 0.05)
     with pytest.raises(KeyboardInterrupt), stop_signals():
         importlib.import_module("endless")
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +81,42 @@ def test_a_failing_command_speaks_for_itself(tmp_path, capfd):
     assert failed.value.code == 1
     assert "nothing.parquet" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+_SLOW_TO_END = """
+import pathlib, signal, sys, time
+
+def main():
+    def end(*_):
+        time.sleep(0.6)
+        pathlib.Path(sys.argv[1], "cleaned up").touch()
+        sys.exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, end)
+    pathlib.Path(sys.argv[1], "ready").touch()
+    time.sleep(60)
+"""
+
+
+def test_a_second_interruption_leaves_no_stage_behind(tmp_path: Path, monkeypatch):
+    (tmp_path / "slow_stage").mkdir()
+    (tmp_path / "slow_stage" / "cli.py").write_text(_SLOW_TO_END)
+    monkeypatch.setattr(stages, "_ROOT", str(tmp_path))
+
+    def interrupt() -> None:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+
+    user = threading.Thread(target=interrupt)
+    user.start()
+    with pytest.raises(KeyboardInterrupt):
+        stages._call(Stage("slow", ("slow_stage", str(tmp_path)), ()))
+    assert (tmp_path / "cleaned up").exists()
+    user.join()
 
 
 def test_a_command_is_called_with_json_before_the_program(tmp_path):
