@@ -25,7 +25,7 @@ demo: $(VENV)/.demo ## emulate a job of 8 ranks here, then run it truly and comp
 	@PATH="$(VENV)/bin:$$PATH" bash examples/demo.sh "$(DEMO_OUT)"
 
 test: lint type ## lint, types and all tests
-	$(PY) -m pytest -n $(PYTEST_JOBS) $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(PYTEST_JOBS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## format check and lint rules
 	$(PY) -m ruff format --check .

@@ -11,11 +11,8 @@ from typing import Any
 import pytest
 
 from prismtrace.converters import convert
-from tests.end_to_end.commands import (
-    Done,
-    profile,
-    write_profiles,
-)
+from tests.end_to_end.commands import Done, profile, write_profiles
+from tests.end_to_end.sandboxes import JOBS, make_truth
 
 
 @pytest.fixture
@@ -41,6 +38,22 @@ def out(tmp_path: Path) -> Iterator[Path]:
     yield path
     assert path.read_bytes() == b"previous"
     assert [p.name for p in path.parent.iterdir()] == ["result.parquet"]
+
+
+@pytest.fixture(scope="session")
+def truths(
+    tmp_path_factory: pytest.TempPathFactory, command_env: dict[str, str]
+) -> Callable[[str], Path]:
+    """Where what is true of a job of `JOBS` is, see `make_truth`; made once a session."""
+    base = tmp_path_factory.getbasetemp()
+    # Workers of pytest-xdist have folders of their own in that of the session.
+    root = (base.parent if base.name.startswith("popen-") else base) / "true-jobs"
+
+    def truth(name: str) -> Path:
+        make_truth(root / name, JOBS[name], command_env)
+        return root / name
+
+    return truth
 
 
 @pytest.fixture(scope="module")

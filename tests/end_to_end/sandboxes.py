@@ -1,4 +1,4 @@
-"""Jobs of which a few ranks run for real among virtual ones, and the true run beside."""
+"""Jobs, their true runs, and runs of a few of their ranks among virtual ones."""
 
 from __future__ import annotations
 
@@ -21,6 +21,28 @@ STEPS = 5
 
 
 @dataclass(frozen=True)
+class Job:
+    script: str
+    flags: str = ""
+    ranks: int = 8
+    slow: bool = False
+
+
+JOBS = {
+    "dp8": Job("train_gpt.py"),
+    "tp2-dp4": Job("train_gpt.py", "--tp 2"),
+    "pp4-dp2": Job("train_gpt.py", "--pp 4"),
+    "pp4-dp2-interleaved": Job("train_gpt.py", "--pp 4 --layers 8 --schedule interleaved"),
+    "tp2-pp2-dp2": Job("train_gpt.py", "--tp 2 --pp 2"),
+    "fsdp2-8": Job("train_gpt.py", "--fsdp 8"),
+    "ep4-dp2": Job("train_moe.py", "--ep 4"),
+    "pp2-zero-bubble": Job("train_gpt.py", "--pp 2 --schedule zero-bubble", ranks=4, slow=True),
+    "pp2-zbv": Job("train_gpt.py", "--pp 2 --schedule zbv", ranks=2, slow=True),
+    "hsdp-2-2-tp2": Job("train_gpt.py", "--fsdp 2 --tp 2", slow=True),
+}
+
+
+@dataclass(frozen=True)
 class Case:
     """A run of some ranks of a job; picklable."""
 
@@ -32,8 +54,8 @@ class Case:
     transport: str = "local"
 
 
-def program(script: str, flags: str) -> list[str]:
-    return [str(REPO / "examples" / script), *flags.split(), "--steps", str(STEPS)]
+def program(job: Job) -> list[str]:
+    return [str(REPO / "examples" / job.script), *job.flags.split(), "--steps", str(STEPS)]
 
 
 def results(folder: Path) -> dict[int, Any]:
@@ -44,7 +66,7 @@ def results(folder: Path) -> dict[int, Any]:
     }
 
 
-def run(words: list[object], environment: dict[str, str]) -> None:
+def run(words: list[object], environment: dict[str, str]) -> str:
     done = subprocess.run(
         list(map(str, words)),
         env={**environment, "OMP_NUM_THREADS": "1"},
@@ -54,26 +76,36 @@ def run(words: list[object], environment: dict[str, str]) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
 
 
-def make_truth(
-    folder: Path, script: str, flags: str, ranks: int, environment: dict[str, str]
-) -> None:
-    """A true run's results in `true`, the graph with times in `calibrated.parquet`, and tensors.
+def make_truth(folder: Path, job: Job, environment: dict[str, str]) -> None:
+    """A job's true runs and its collection, once for all processes of a test session.
 
-    Made once for all processes of a test session.
+    ==================== ============================================================
+    true                 results of a plain run, one process a rank over gloo
+    recorded, .parquet   results and graph of a recorded one
+    collected            results of the ranks when collected, two at a time
+    bare.parquet, .json  graph and report of that; tensors beside it
+    calibrated.parquet   the graph with times
+    ==================== ============================================================
     """
     folder.mkdir(exist_ok=True, parents=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (folder / "calibrated.parquet").is_file():
             return
-        words = program(script, flags)
+        words = program(job)
+        # Ranks that are forked need not import torch each.
         launcher = REPO / "benchmarks" / "fidelity" / "true_run.py"
-        truly = [sys.executable, launcher, "--ranks", ranks, "--", *words]
-        run([*truly, "--results", folder / "true"], environment)
-        collect = ["prismreplay", "collect", "--world-size", ranks, "--record-tensors", "all"]
-        run([*collect, "-o", folder / "bare.parquet", "--", *words], environment)
+        truly = [sys.executable, launcher, "--ranks", job.ranks, "--", *words, "--results"]
+        run([*truly, folder / "true"], environment)
+        record = ["prismreplay", "record", "-o", folder / "recorded.parquet", "--"]
+        run([*record, *truly, folder / "recorded"], environment)
+        collect = ["prismreplay", "collect", "--world-size", job.ranks, "--devices", 2, "--json"]
+        collect += ["--record-tensors", "all", "-o", folder / "bare.parquet", "--", *words]
+        told = run([*collect, "--results", folder / "collected"], environment)
+        (folder / "bare.json").write_text(told)
         calibrate(folder / "bare.parquet", folder / "calibrated.parquet")
 
 

@@ -1,96 +1,80 @@
 """A job collected on one or two devices is the job: same graph, same numbers, bit for bit.
 
-Every shape of job runs three times: truly, as one process a rank over gloo (`prismreplay
-record`), and under `prismreplay collect` with two ranks and with one rank at a time.
+Every shape of job runs truly, as one process a rank over gloo, plainly and under `prismreplay
+record`; and under `prismreplay collect` with two ranks and with one rank at a time.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from importlib import util
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.end_to_end.graphs import communications, describe_difference
+from tests.end_to_end.sandboxes import JOBS, Job, program, results
 
 pytestmark = pytest.mark.skipif(
     util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm[replay]'"
 )
 
-
-@dataclass(frozen=True)
-class Job:
-    script: str
-    flags: str = ""
-    ranks: int = 8
-    slow: bool = False
-
-
-JOBS = {
-    "dp8": Job("train_gpt.py"),
-    "tp2-dp4": Job("train_gpt.py", "--tp 2"),
-    "pp4-dp2": Job("train_gpt.py", "--pp 4"),
-    "pp4-dp2-interleaved": Job("train_gpt.py", "--pp 4 --layers 8 --schedule interleaved"),
-    "tp2-pp2-dp2": Job("train_gpt.py", "--tp 2 --pp 2"),
-    "fsdp2-8": Job("train_gpt.py", "--fsdp 8"),
-    "ep4-dp2": Job("train_moe.py", "--ep 4"),
-    "pp2-zero-bubble": Job("train_gpt.py", "--pp 2 --schedule zero-bubble", ranks=4, slow=True),
-    "pp2-zbv": Job("train_gpt.py", "--pp 2 --schedule zbv", ranks=2, slow=True),
-    "hsdp-2-2-tp2": Job("train_gpt.py", "--fsdp 2 --tp 2", slow=True),
-}
 MEGATRON_JOBS = {
     "tp2-pp2-dp2": Job("megatron/train.py"),
     "distributed-optimizer": Job("megatron/train.py", "--distributed-optimizer", slow=True),
 }
 
 
-def _cases(jobs: dict[str, Job]) -> list[Any]:
-    return [
-        pytest.param(job, id=name, marks=[pytest.mark.slow] if job.slow else [])
-        for name, job in jobs.items()
-    ]
+def _names(jobs):
+    slow = [pytest.mark.slow]
+    return [pytest.param(name, marks=slow if job.slow else []) for name, job in jobs.items()]
 
 
-def _results(folder: Path) -> dict[str, Any]:
-    return {path.name: json.loads(path.read_text()) for path in sorted(folder.iterdir())}
-
-
-def _assert_collects_truly(job: Job, repo: Path, folder: Path, run_command: Any) -> None:
-    program = [repo / "examples" / job.script, *job.flags.split(), "--steps", "2"]
-    truth, true_results = folder / "true.parquet", folder / "true-results"
-    done = run_command(
-        "prismreplay", "record", "--nproc-per-node", job.ranks, "-o", truth,
-        "--", *program, "--results", true_results,
-    )  # fmt: skip
+def _run(run_command, *words):
+    done = run_command("prismreplay", *words)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    expected = _results(true_results)
+    return done.stdout
+
+
+def _assert_switches_are_few(report):
+    report = json.loads(report)
+    assert report["context_switches"] <= report["naive_context_switches"]
+
+
+@pytest.mark.parametrize("name", _names(JOBS))
+def test_a_collected_job_is_the_true_one(name, truths, tmp_path, run_command):
+    folder, job = truths(name), JOBS[name]
+    expected, truth = results(folder / "true"), folder / "recorded.parquet"
     assert len(expected) == job.ranks
+    assert results(folder / "recorded") == results(folder / "collected") == expected
     assert communications(truth) > job.ranks
-    for devices in (2, 1):
-        graph, results = folder / f"bare-{devices}.parquet", folder / f"results-{devices}"
-        done = run_command(
-            "prismreplay", "collect", "--world-size", job.ranks, "--devices", devices,
-            "-o", graph, "--json", "--", *program, "--results", results,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        assert _results(results) == expected
-        assert describe_difference(truth, graph) is None
-        report = json.loads(done.stdout)
-        assert report["context_switches"] <= report["naive_context_switches"]
-
-
-@pytest.mark.parametrize("job", _cases(JOBS))
-def test_a_collected_job_is_the_true_one(job, repo, tmp_path, run_command):
-    _assert_collects_truly(job, repo, tmp_path, run_command)
+    assert describe_difference(truth, folder / "bare.parquet") is None
+    _assert_switches_are_few((folder / "bare.json").read_text())
+    told = _run(
+        run_command, "collect", "--world-size", job.ranks, "--devices", 1, "--json",
+        "-o", tmp_path / "bare.parquet", "--", *program(job), "--results", tmp_path / "collected",
+    )  # fmt: skip
+    assert results(tmp_path / "collected") == expected
+    assert describe_difference(truth, tmp_path / "bare.parquet") is None
+    _assert_switches_are_few(told)
 
 
 @pytest.mark.skipif(
     util.find_spec("megatron") is None or util.find_spec("megatron.core") is None,
     reason="needs Megatron-core: pip install --no-deps megatron-core==0.16.1",
 )
-@pytest.mark.parametrize("job", _cases(MEGATRON_JOBS))
-def test_a_program_that_nobody_here_wrote(job, repo, tmp_path, run_command):
-    _assert_collects_truly(job, repo, tmp_path, run_command)
+@pytest.mark.parametrize("name", _names(MEGATRON_JOBS))
+def test_a_program_that_nobody_here_wrote(name, repo, tmp_path, run_command):
+    job, truth = MEGATRON_JOBS[name], tmp_path / "true.parquet"
+    words = [repo / "examples" / job.script, *job.flags.split(), "--steps", "2", "--results"]
+    record = ["record", "--nproc-per-node", job.ranks, "-o", truth]
+    _run(run_command, *record, "--", *words, tmp_path / "true")
+    expected = results(tmp_path / "true")
+    assert len(expected) == job.ranks
+    assert communications(truth) > job.ranks
+    for devices in (2, 1):
+        graph, found = tmp_path / f"bare-{devices}.parquet", tmp_path / f"results-{devices}"
+        collect = ["collect", "--world-size", job.ranks, "--devices", devices, "-o", graph]
+        told = _run(run_command, *collect, "--json", "--", *words, found)
+        assert results(found) == expected
+        assert describe_difference(truth, graph) is None
+        _assert_switches_are_few(told)

@@ -13,8 +13,7 @@ import pytest
 
 from prismreplay.slicing.workers import Nursery
 from tests.end_to_end import sandboxes
-from tests.end_to_end.sandboxes import Case, make_truth, program, results
-from tests.end_to_end.test_collected_jobs import JOBS
+from tests.end_to_end.sandboxes import JOBS, Case, program, results
 
 pytestmark = pytest.mark.skipif(
     util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm[replay]'"
@@ -66,22 +65,6 @@ def nursery():
         yield made
 
 
-@pytest.fixture(scope="session")
-def truths(tmp_path_factory, command_env):
-    """Where the true run of a job is, with its tensors and its graph; made once a session."""
-    base = tmp_path_factory.getbasetemp()
-    # Workers of pytest-xdist have folders of their own in that of the session.
-    root = (base.parent if base.name.startswith("popen-") else base) / "true-jobs"
-
-    def truth(name):
-        job = JOBS[name]
-        folder = root / name
-        make_truth(folder, job.script, job.flags, job.ranks, command_env)
-        return folder
-
-    return truth
-
-
 def test_every_shape_of_job_is_here():
     assert CHOICES.keys() == JOBS.keys()
 
@@ -90,11 +73,11 @@ def test_every_shape_of_job_is_here():
 def test_a_sandbox_computes_what_it_would_in_the_true_job(
     name, ranks, transport, truths, nursery, tmp_path
 ):
-    folder, job = truths(name), JOBS[name]
+    folder = truths(name)
     case = Case(
         graph=folder / "calibrated.parquet",
         tensors=folder / "bare.tensors",
-        words=tuple(program(job.script, job.flags)),
+        words=tuple(program(JOBS[name])),
         sandbox=ranks,
         output=tmp_path / "run.parquet",
         transport=transport,
