@@ -61,12 +61,19 @@ def found_by_backend(work: Any) -> Callable[[], bool]:
     """What says whether the backend's thread has found an operation complete.
 
     It marks the future of the operation's outcome then. Handles that have no such future are
-    asked themselves.
+    asked themselves. Asking for the future takes as long as launching the operation: that is left
+    until somebody wants to know, who mostly hears "no" of the oldest one.
     """
-    try:
-        found: Callable[[], bool] = work.get_future_result().done
-    except (AttributeError, RuntimeError):
-        found = work.is_completed
+    asked: list[Callable[[], bool]] = []
+
+    def found() -> bool:
+        if not asked:
+            try:
+                asked.append(work.get_future_result().done)
+            except (AttributeError, RuntimeError):
+                asked.append(work.is_completed)
+        return asked[0]()
+
     return found
 
 
