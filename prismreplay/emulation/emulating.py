@@ -127,7 +127,8 @@ def emulate(
     """
     call = program_of(program)
     call.check()
-    injected = edits_of(options.inject, options.sandbox)  # not only when all else is done
+    # Now, not only when all else is done.
+    injected = edits_of(options.inject, options.sandbox, options.world_size)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

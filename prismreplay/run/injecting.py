@@ -7,24 +7,44 @@ from collections.abc import Sequence
 from prismcalib.edits import Edit, Scale, SetDuration
 from prismreplay.errors import PlanError
 from prismtrace.ranks import parse_ranks
+from prismtrace.schema import Kind, Phase
 
 __all__ = ["edits_of"]
 
 _TEXTS = ("kind", "phase", "group_name")
+_KNOWN = {"kind": tuple(Kind), "phase": tuple(Phase)}
 _NUMBERS = ("step", "microbatch", "stream", "chunk")
 
 
-def edits_of(texts: Sequence[str], sandbox: Sequence[int]) -> list[Edit]:
+def edits_of(
+    texts: Sequence[str], sandbox: Sequence[int], world_size: int | None = None
+) -> list[Edit]:
     """Edits such as ``rank=12,kind=compute,scale=1.4``.
 
     A text has `scale` (a factor) or `set` (a duration such as 3ms), and any of `rank` (12, or
     0-3), `kind`, `phase`, `name` (part of it), `group_name`, `step`, `microbatch`, `chunk`. What
     sandbox ranks do is left alone: they are real.
 
+    Args:
+        texts: what to change.
+        sandbox: ranks that are real.
+        world_size: of the job, where no trace will tell which ranks there are.
+
     Raises:
-        PlanError: a text is none, or is about sandbox ranks only.
+        PlanError: a text is none, or is about sandbox ranks or ranks beyond the world only.
     """
-    return [_edit(text, frozenset(sandbox)) for text in texts]
+    edits = [_edit(text, frozenset(sandbox)) for text in texts]
+    if world_size is not None:
+        for text in texts:
+            _require_ranks(text, world_size)
+    return edits
+
+
+def _require_ranks(text: str, world_size: int) -> None:
+    for part in text.split(","):
+        key, _, value = (word.strip() for word in part.partition("="))
+        if key == "rank" and min(parse_ranks(value)) >= world_size:
+            raise _wrong(text, f"the job has ranks 0-{world_size - 1}")
 
 
 def _edit(text: str, sandbox: frozenset[int]) -> Edit:
@@ -76,6 +96,8 @@ def _condition(text: str, key: str, value: str, sandbox: frozenset[int]) -> str:
         return f"rank IN ({', '.join(map(str, ranks))})"
     if key == "name":
         return f"name LIKE '%{quoted}%'"
+    if key in _KNOWN and value not in _KNOWN[key]:
+        raise _wrong(text, f"{key} is one of {', '.join(_KNOWN[key])}")
     if key in _TEXTS:
         return f"{key} = '{quoted}'"
     if key in _NUMBERS and value.isdecimal():

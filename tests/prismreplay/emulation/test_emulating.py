@@ -167,8 +167,17 @@ def test_a_program_that_is_not_there_begins_nothing(tmp_path):
     assert not (tmp_path / "work").exists()
 
 
-def test_what_cannot_be_injected_begins_nothing(train, tmp_path):
-    options = EmulateOptions(world_size=2, devices=1, inject=("rank=1",))
-    with pytest.raises(PlanError, match="does not say what to change"):
+@pytest.mark.parametrize(
+    ("inject", "told"),
+    [
+        ("rank=1", "does not say what to change"),
+        ("rank=2,scale=2", "the job has ranks 0-1"),
+        ("kind=matmul,scale=2", "kind is one of compute, all_reduce, "),
+        ("phase=froward,scale=2", "phase is one of forward, backward, optimizer, other"),
+    ],
+)
+def test_what_cannot_be_injected_begins_nothing(train, tmp_path, inject, told):
+    options = EmulateOptions(world_size=2, devices=1, inject=(inject,))
+    with pytest.raises(PlanError, match=told):
         emulate(train, tmp_path / "work", options, Watching())
     assert not (tmp_path / "work").exists()
