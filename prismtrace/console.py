@@ -186,8 +186,13 @@ def _exit_code(app: typer.Typer) -> int | str | None:
         )
         code = 1
     except BaseException as error:
-        # Polars' panics are no Exception; this one is no bug of anybody's.
-        if type(error).__name__ != "PanicException" or "spawn worker thread" not in str(error):
+        # Polars' panics are no Exception; these are no bugs of anybody's.
+        if type(error).__name__ != "PanicException":
+            raise
+        if "KeyboardInterrupt" in str(error):
+            # Raised in a function that Polars' own code calls, which makes no use of errors.
+            return 130
+        if "spawn worker thread" not in str(error):
             raise
         _print_failure(
             str(error),

@@ -116,6 +116,11 @@ def test_polars_that_gets_no_threads_is_told(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert said.startswith("error: OS can't spawn worker thread")
     assert "ulimit -u" in said
+    assert (
+        ended("called `Result::unwrap()` on an `Err` value: PyErr { type: KeyboardInterrupt }")
+        == 130
+    )
+    assert not capsys.readouterr().err
     with pytest.raises(PanicException):
         ended("a bug")
 
