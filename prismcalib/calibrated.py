@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
-from polars.io.plugins import register_io_source
 
 from prismcalib.assembly import Assembly
 from prismcalib.errors import MergeInputError
@@ -277,7 +276,8 @@ class Calibrated:
             names.append(_SPREAD)
         files = [self._file_entry(piece, ranks, target) for piece, ranks in self._owners()]
         schema = pl.Schema({name: self.schema.get(name, pl.Int64()) for name in names})
-        _stream(path, self.header, lambda: self.blocks(names), schema, files)
+        table = made_table(lambda _: self.blocks(names), schema)
+        _stream(path, self.header, table, files)
 
     def _file_entry(self, piece: Piece, ranks: list[int], target: Path) -> dict[str, object]:
         if piece.path is None or piece.rename is not None:
@@ -335,29 +335,19 @@ def write_beside(
         for at, ranks in groupby(sorted(owner), key=owner.__getitem__)
     ]
     columns = nodes.select(_COMPUTED)
-    _stream(path, header, lambda: iter((columns,)), columns.schema, files)
+    _stream(path, header, columns.lazy(), files)
 
 
 def _stream(
     path: str | os.PathLike[str],
     header: TraceHeader,
-    blocks: Callable[[], Iterator[pl.DataFrame]],
-    schema: pl.Schema,
+    table: pl.LazyFrame,
     files: list[dict[str, object]],
 ) -> None:
-    def read(
-        with_columns: list[str] | None,
-        predicate: pl.Expr | None,
-        n_rows: int | None,
-        batch_size: int | None,
-    ) -> Iterator[pl.DataFrame]:
-        del with_columns, predicate, n_rows, batch_size
-        yield from blocks()
-
     beside = {"files": files, "observed": _OBSERVED}
     metadata = {METADATA_KEY: header.model_dump_json(), BESIDE_KEY: json.dumps(beside)}
     with atomic_output(path) as temporary:
-        register_io_source(read, schema=schema).sink_parquet(
+        table.sink_parquet(
             temporary,
             compression="zstd",
             compression_level=1,
