@@ -21,52 +21,30 @@ import torch
 from torch.distributed import ProcessGroup
 
 from prismreplay.errors import UnsupportedOperationError
+from prismreplay.runtime.call_arguments import (
+    as_list,
+    as_lists,
+    chosen,
+    if_given,
+    installed_name,
+    parts_of,
+    reduction_of,
+    root_of,
+)
 from prismreplay.runtime.futures import FutureQueue
 from prismreplay.runtime.operations import Call, Group, Op
 from prismreplay.runtime.payloads import calling_line, payload_bytes, plain, reduction, spec_of
 from prismreplay.runtime.real_groups import group_of
 from prismreplay.runtime.roles import GraphObserver, Role
+from prismreplay.runtime.virtual_backend import VirtualBackend
 from prismreplay.runtime.works import Batch, JointWork, PrismWork, RealBatch, RealDone
 
-__all__ = ["PrismProcessGroup", "VirtualBackend"]
+__all__ = ["PrismProcessGroup"]
 
 Tensor = Any
 Tensors = Sequence[Any]
 
 _batch_numbers = itertools.count()
-
-
-class VirtualBackend:
-    """What torch asks a group's backend about, where no backend exists."""
-
-    supports_splitting = True
-    supports_coalescing = False
-    supports_time_estimate = False
-    supports_shrinking = False
-
-    def __init__(self, name: str, options: Any = None) -> None:
-        self._name = name
-        self.options = options
-
-    def name(self) -> str:
-        """As the program asked for it."""
-        return self._name
-
-    def supports_tensor_alloc(self, device: Any) -> bool:  # noqa: ARG002
-        """False: no memory of its own."""
-        return False
-
-    def perform_nocolor_split(self, device: Any) -> None:
-        """A split that this rank takes no part in; nothing to do."""
-
-    def eager_connect_single_device(self, device: Any = None) -> None:
-        """Nothing to connect."""
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Nothing to number."""
-
-    def _set_default_timeout(self, timeout: Any) -> None:
-        """Nothing waits."""
 
 
 living: weakref.WeakSet[PrismProcessGroup] = weakref.WeakSet()
@@ -369,53 +347,53 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: Any, *more: Any, **named: Any) -> PrismWork:
         """Reduce onto all; in place."""
         perform = self._on_real("allreduce", tensors, *more, **named)
-        flat = [plain(tensor) for tensor in _listed(tensors)]
-        op = _reduction_of(_chosen(more, named, "opts", "op"))
+        flat = [plain(tensor) for tensor in as_list(tensors)]
+        op = reduction_of(chosen(more, named, "opts", "op"))
         return self._issue(Call.ALL_REDUCE, flat, flat, perform, op=op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> PrismWork:
         """Reduce several tensors onto all in one operation; in place."""
-        perform = self._on_real("allreduce_coalesced", tensors, *_given(opts))
+        perform = self._on_real("allreduce_coalesced", tensors, *if_given(opts))
         flat = [plain(tensor) for tensor in tensors]
-        return self._issue(Call.ALL_REDUCE, flat, flat, perform, op=_reduction_of(opts))
+        return self._issue(Call.ALL_REDUCE, flat, flat, perform, op=reduction_of(opts))
 
     def broadcast(self, tensors: Any, *more: Any, **named: Any) -> PrismWork:
         """Copy the root's tensors to all."""
         perform = self._on_real("broadcast", tensors, *more, **named)
-        flat = [plain(tensor) for tensor in _listed(tensors)]
-        root = _root_of(_chosen(more, named, "opts", "root"))
+        flat = [plain(tensor) for tensor in as_list(tensors)]
+        root = root_of(chosen(more, named, "opts", "root"))
         sent = self._root_only(root, flat)
         return self._issue(Call.BROADCAST, sent, flat, perform, root=root)
 
     def reduce(self, tensors: Any, *more: Any, **named: Any) -> PrismWork:
         """Reduce onto the root; in place there."""
         perform = self._on_real("reduce", tensors, *more, **named)
-        flat = [plain(tensor) for tensor in _listed(tensors)]
-        given = _chosen(more, named, "opts", "root")
-        root = _root_of(given)
-        op = _chosen(more[1:], named, "op") if isinstance(given, int) else given
+        flat = [plain(tensor) for tensor in as_list(tensors)]
+        given = chosen(more, named, "opts", "root")
+        root = root_of(given)
+        op = chosen(more[1:], named, "op") if isinstance(given, int) else given
         kept = self._root_only(root, flat)
-        return self._issue(Call.REDUCE, flat, kept, perform, root=root, op=_reduction_of(op))
+        return self._issue(Call.REDUCE, flat, kept, perform, root=root, op=reduction_of(op))
 
     def allgather(self, outputs: Any, inputs: Any, *more: Any, **named: Any) -> PrismWork:
         """Every member's tensor to all, into lists."""
         perform = self._on_real("allgather", outputs, inputs, *more, **named)
-        got = [plain(tensor) for some in _lists(outputs, inputs) for tensor in some]
-        sent = [plain(tensor) for tensor in _listed(inputs)]
+        got = [plain(tensor) for some in as_lists(outputs, inputs) for tensor in some]
+        sent = [plain(tensor) for tensor in as_list(inputs)]
         return self._issue(Call.ALL_GATHER, sent, got, perform)
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> PrismWork:
         """Several all-gathers in one; outputs are lists by member, then by input."""
-        perform = self._on_real("allgather_coalesced", outputs, inputs, *_given(opts))
+        perform = self._on_real("allgather_coalesced", outputs, inputs, *if_given(opts))
         flat = [plain(some[index]) for index in range(len(inputs)) for some in outputs]
         sent = [plain(tensor) for tensor in inputs]
         return self._issue(Call.ALL_GATHER, sent, flat, perform)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> PrismWork:
         """Every member's tensor to all, into one tensor."""
-        perform = self._on_real(_named("all_gather_single"), output, input, *_given(opts))
+        perform = self._on_real(installed_name("all_gather_single"), output, input, *if_given(opts))
         return self._issue(Call.ALL_GATHER_SINGLE, [plain(input)], [plain(output)], perform)
 
     all_gather_single = _allgather_base
@@ -424,8 +402,8 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> PrismWork:
         """Several all-gathers into one tensor each, in one operation."""
-        method = _named("all_gather_single_coalesced")
-        perform = self._on_real(method, outputs, inputs, *_given(opts))
+        method = installed_name("all_gather_single_coalesced")
+        perform = self._on_real(method, outputs, inputs, *if_given(opts))
         sent, got = [plain(tensor) for tensor in inputs], [plain(tensor) for tensor in outputs]
         return self._issue(Call.ALL_GATHER_SINGLE, sent, got, perform)
 
@@ -434,43 +412,45 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
     def gather(self, outputs: Any, inputs: Any, *more: Any, **named: Any) -> PrismWork:
         """Every member's tensor to the root."""
         perform = self._on_real("gather", outputs, inputs, *more, **named)
-        root = _root_of(_chosen(more, named, "opts", "root"))
-        lists = _lists(outputs, inputs)
+        root = root_of(chosen(more, named, "opts", "root"))
+        lists = as_lists(outputs, inputs)
         got = self._root_only(root, [plain(tensor) for some in lists for tensor in some])
-        sent = [plain(tensor) for tensor in _listed(inputs)]
+        sent = [plain(tensor) for tensor in as_list(inputs)]
         return self._issue(Call.GATHER, sent, got, perform, root=root)
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> PrismWork:
         """Every member's tensor to the root, into one tensor (torch >= 2.14)."""
         perform = self._on_real("gather_single", output, input, opts)
-        root = _root_of(opts)
+        root = root_of(opts)
         got = self._root_only(
-            root, _parts(plain(output), self.group.size) if output is not None else ()
+            root, parts_of(plain(output), self.group.size) if output is not None else ()
         )
         return self._issue(Call.GATHER, [plain(input)], got, perform, root=root)
 
     def scatter(self, outputs: Any, inputs: Any, *more: Any, **named: Any) -> PrismWork:
         """One tensor from the root to each member."""
         perform = self._on_real("scatter", outputs, inputs, *more, **named)
-        root = _root_of(_chosen(more, named, "opts", "root"))
-        lists = _lists(inputs, outputs)
+        root = root_of(chosen(more, named, "opts", "root"))
+        lists = as_lists(inputs, outputs)
         sent = self._root_only(root, [plain(tensor) for some in lists for tensor in some])
-        got = [plain(tensor) for tensor in _listed(outputs)]
+        got = [plain(tensor) for tensor in as_list(outputs)]
         return self._issue(Call.SCATTER, sent, got, perform, root=root)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, *more: Any, **named: Any) -> PrismWork:
         """Reduce lists of tensors; each member keeps one."""
         perform = self._on_real("reduce_scatter", outputs, inputs, *more, **named)
-        sent = [plain(tensor) for some in _lists(inputs, outputs) for tensor in some]
-        got = [plain(tensor) for tensor in _listed(outputs)]
-        op = _reduction_of(_chosen(more, named, "opts", "op"))
+        sent = [plain(tensor) for some in as_lists(inputs, outputs) for tensor in some]
+        got = [plain(tensor) for tensor in as_list(outputs)]
+        op = reduction_of(chosen(more, named, "opts", "op"))
         return self._issue(Call.REDUCE_SCATTER, sent, got, perform, op=op)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> PrismWork:
         """Reduce a tensor; each member keeps its part."""
-        perform = self._on_real(_named("reduce_scatter_single"), output, input, *_given(opts))
+        perform = self._on_real(
+            installed_name("reduce_scatter_single"), output, input, *if_given(opts)
+        )
         sent, got = [plain(input)], [plain(output)]
-        return self._issue(Call.REDUCE_SCATTER_SINGLE, sent, got, perform, op=_reduction_of(opts))
+        return self._issue(Call.REDUCE_SCATTER_SINGLE, sent, got, perform, op=reduction_of(opts))
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -478,10 +458,10 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> PrismWork:
         """Several reduce-scatters in one operation."""
-        method = _named("reduce_scatter_single_coalesced")
-        perform = self._on_real(method, outputs, inputs, *_given(opts))
+        method = installed_name("reduce_scatter_single_coalesced")
+        perform = self._on_real(method, outputs, inputs, *if_given(opts))
         sent, got = [plain(tensor) for tensor in inputs], [plain(tensor) for tensor in outputs]
-        return self._issue(Call.REDUCE_SCATTER_SINGLE, sent, got, perform, op=_reduction_of(opts))
+        return self._issue(Call.REDUCE_SCATTER_SINGLE, sent, got, perform, op=reduction_of(opts))
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -496,7 +476,12 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         """Rows to every member and from every member; even unless splits are given."""
         output_splits, input_splits = list(output_splits or ()), list(input_splits or ())
         perform = self._on_real(
-            _named("all_to_all_single"), output, input, output_splits, input_splits, *_given(opts)
+            installed_name("all_to_all_single"),
+            output,
+            input,
+            output_splits,
+            input_splits,
+            *if_given(opts),
         )
         splits = (output_splits, input_splits)
         return self._issue(
@@ -507,7 +492,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> PrismWork:
         """One tensor to every member and one from every member."""
-        perform = self._on_real("alltoall", outputs, inputs, *_given(opts))
+        perform = self._on_real("alltoall", outputs, inputs, *if_given(opts))
         sent, got = [plain(tensor) for tensor in inputs], [plain(tensor) for tensor in outputs]
         return self._issue(Call.ALL_TO_ALL, sent, got, perform)
 
@@ -596,57 +581,6 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
 def _no_real_group(*_arguments: Any, **_named: Any) -> Any:
     message = "the group was shut down, or this role did not ask for real groups"
     raise RuntimeError(message)
-
-
-def _listed(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _lists(lists: Any, beside: Any) -> Sequence[Tensors]:
-    """The lists of a call; where the tensor beside them stands alone, the list does, too."""
-    return [lists] if isinstance(beside, torch.Tensor) else lists
-
-
-def _given(opts: Any) -> tuple[Any, ...]:
-    return () if opts is None else (opts,)
-
-
-def _chosen(more: Sequence[Any], named: dict[str, Any], *names: str) -> Any:
-    """An argument that was passed by position, or else by one of its names."""
-    return more[0] if more else next((named[name] for name in names if name in named), None)
-
-
-def _root_of(opts: Any) -> int:
-    """Root of an options object, or the root itself."""
-    if opts is None:
-        return 0
-    return int(opts if isinstance(opts, int) else opts.rootRank)
-
-
-def _reduction_of(opts: Any) -> Any:
-    """Reduction of an options object, or the reduction itself; a sum when nothing is said."""
-    if opts is None:
-        return torch.distributed.ReduceOp.SUM
-    return getattr(opts, "reduceOp", opts)
-
-
-def _parts(tensor: Tensor, count: int) -> list[Tensor]:
-    return list(tensor.view(-1).chunk(count))
-
-
-# Older name of each method that torch 2.13 renamed.
-_OLD_NAMES = {
-    "all_gather_single": "_allgather_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "all_to_all_single": "alltoall_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-}
-
-
-def _named(method: str) -> str:
-    """What the torch that is installed calls it."""
-    return method if hasattr(ProcessGroup, method) else _OLD_NAMES[method]
 
 
 # What may stay as torch has it: it works without a backend.
