@@ -135,8 +135,6 @@ def run(app: typer.Typer) -> NoReturn:
     answer_completion(Path(sys.argv[0]).name)
     with stop_signals() as stopped:
         try:
-            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # `starting` made it so
-                signal.signal(signal.SIGINT, signal.default_int_handler)
             code = _exit_code(app)
         except KeyboardInterrupt:
             code = 130

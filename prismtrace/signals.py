@@ -21,6 +21,8 @@ __all__ = ["stop_signals"]
 _STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 # LLVM calls functions of llvmlite (numba's compiler).
 _DEAF_FILES = ("<frozen importlib._bootstrap>", f"{os.sep}llvmlite{os.sep}")
+_POLARS = f"{os.sep}polars{os.sep}"
+_LAZY = f"{_POLARS}lazyframe{os.sep}"
 _LOOK_S = 0.01
 _LONGEST_WAIT_S = 60.0
 """A program that is an import itself would never be stopped otherwise."""
@@ -49,7 +51,8 @@ def stop_signals() -> Iterator[list[int]]:
         for number in _STOPS:
             if signal.getsignal(number) is signal.SIG_DFL:
                 previous[number] = signal.signal(number, stop)
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # The latter is the work of `prismtrace.starting`.
+        if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
             previous[signal.SIGINT] = signal.signal(signal.SIGINT, stop)
     try:
         yield stopped
@@ -95,6 +98,9 @@ class _Interruption:
 
 def _is_deaf(frame: FrameType | None) -> bool:
     """Whether an error raised here may never get to who waits for it."""
+    if frame is not None and _POLARS in (name := frame.f_code.co_filename):
+        # Rust has called it, and would panic; but whoever collects a lazy frame may be stopped.
+        return _LAZY not in name
     while frame is not None:
         code = frame.f_code
         if code.co_name == "__del__" or any(name in code.co_filename for name in _DEAF_FILES):

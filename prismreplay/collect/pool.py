@@ -21,7 +21,7 @@ import threading
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import util
 from pathlib import Path
@@ -59,6 +59,8 @@ _PRELOADED = (
     "prismreplay.runtime.installing",
 )
 
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+"""Where torch notes its compiler's folder, as a user may have done."""
 _PR_SET_PDEATHSIG = 1
 _NOT_THE_PROGRAM = tuple(
     str(Path(found.origin).parent)
@@ -136,6 +138,16 @@ def preload() -> list[str]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # CUDA does not survive a fork; asked this way, torch.cuda.is_available() does not start it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    with _without_empty_cache():
+        missing = _import_all()
+    gc.collect()
+    # The collector writes into every object that it looks at, which unshares its page.
+    gc.freeze()
+    return missing
+
+
+def _import_all() -> list[str]:
+    """See `preload`."""
     missing = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -147,19 +159,19 @@ def preload() -> list[str]:
     if "torch" in missing:
         # Says itself what is wrong.
         importlib.import_module("torch")
-    _remove_empty_cache()
-    gc.collect()
-    # The collector writes into every object that it looks at, which unshares its page.
-    gc.freeze()
     return missing
 
 
-def _remove_empty_cache() -> None:
+@contextlib.contextmanager
+def _without_empty_cache() -> Iterator[None]:
     """Remove the folder that torch's compiler makes when it is imported, unless it is used."""
-    folders = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
-    if folders is not None and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        with contextlib.suppress(AttributeError, OSError):  # torch's own matter; not empty
-            os.rmdir(folders.default_cache_dir())  # noqa: PTH106  a text
+    theirs = _CACHE in os.environ
+    try:
+        yield
+    finally:
+        if not theirs and _CACHE in os.environ:
+            with contextlib.suppress(OSError):  # not empty
+                Path(os.environ[_CACHE]).rmdir()
 
 
 def environment(job: Job, rank: int) -> dict[str, str]:

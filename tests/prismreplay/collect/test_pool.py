@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
-import types
 
 import pytest
 
@@ -16,20 +14,24 @@ from prismreplay.collect import pool
 
 def test_the_folder_that_an_import_makes_goes_unless_it_is_used(tmp_path, monkeypatch):
     folder = tmp_path / "torchinductor_me"
-    folders = types.SimpleNamespace(default_cache_dir=lambda: str(folder))
-    monkeypatch.setitem(sys.modules, "torch._inductor.runtime.cache_dir_utils", folders)
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    pool._remove_empty_cache()  # there is none
-    folder.mkdir()
-    pool._remove_empty_cache()
+
+    def import_torch() -> None:
+        folder.mkdir(exist_ok=True)
+        monkeypatch.setenv(pool._CACHE, str(folder))
+
+    monkeypatch.delenv(pool._CACHE, raising=False)
+    with pool._without_empty_cache():
+        import_torch()
     assert not folder.exists()
-    (folder / "kernel").mkdir(parents=True)
-    pool._remove_empty_cache()
-    assert (folder / "kernel").exists()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    (folder / "kernel").rmdir()
-    pool._remove_empty_cache()
+    import_torch()
+    with pool._without_empty_cache():  # it is the user's
+        pass
     assert folder.exists()
+    (folder / "kernel").mkdir()
+    monkeypatch.delenv(pool._CACHE)
+    with pool._without_empty_cache():
+        import_torch()
+    assert (folder / "kernel").exists()
 
 
 def test_a_program_whose_output_finds_no_space_has_a_hint():
