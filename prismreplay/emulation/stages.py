@@ -178,6 +178,8 @@ def _call(stage: Stage) -> str:
     command, *rest = stage.words
     dashes = rest.index("--") if "--" in rest else len(rest)
     words = [*rest[:dashes], "--json", *rest[dashes:]]
+    # Polars makes system calls go on after Ctrl-C: waiting for the stage would, too.
+    signal.siginterrupt(signal.SIGINT, True)
     call = [sys.executable, "-P", "-c", _CALL.format(f"{command}.cli"), _ROOT, *words]
     with subprocess.Popen(call, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:  # noqa: S603  our own command
         try:
