@@ -2,7 +2,8 @@
 
 KeyboardInterrupt may be lost, and the command would go on as if nothing had been asked of it: while
 a module is imported, as extension modules drop errors that they do not expect, or take them for a
-missing module; in finalizers, and in what compiled code calls. So it waits until that is over.
+missing module; in finalizers, and in what compiled code calls. While a process is started, that
+process would be lost. So it waits until that is over.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ __all__ = ["stop_signals"]
 _STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 # LLVM calls functions of llvmlite (numba's compiler).
 _DEAF_FILES = ("<frozen importlib._bootstrap>", f"{os.sep}llvmlite{os.sep}")
+# Errors of finalizers and of what Python calls at a fork are dropped; a process that `subprocess` is
+# just starting would be left behind.
+_DEAF_NAMES = ("__del__", "fork", "_execute_child")
 _POLARS = f"{os.sep}polars{os.sep}"
 _LAZY = f"{_POLARS}lazyframe{os.sep}"
 _LOOK_S = 0.01
@@ -103,7 +107,7 @@ def _is_deaf(frame: FrameType | None) -> bool:
         return _LAZY not in name
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "__del__" or any(name in code.co_filename for name in _DEAF_FILES):
+        if code.co_name in _DEAF_NAMES or any(name in code.co_filename for name in _DEAF_FILES):
             return True
         frame = frame.f_back
     return False

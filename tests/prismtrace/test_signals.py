@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -82,6 +83,26 @@ def test_a_finalizer_does_not_swallow_it() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run()
+
+
+def test_a_process_that_is_being_started_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    plain = subprocess.Popen._execute_child
+
+    def _execute_child(*arguments: object, **named: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        plain(*arguments, **named)
+
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", _execute_child)
+
+    def run() -> None:
+        with stop_signals():
+            started.append(subprocess.Popen([sys.executable, "-c", ""]))
+            signal.pause()  # until what is due comes
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert started[0].wait() == 0
 
 
 def test_an_import_that_takes_too_long_is_interrupted(
