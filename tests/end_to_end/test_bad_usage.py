@@ -123,9 +123,13 @@ def test_odd_names(call: Any, profiles: list[Path], tmp_path: Path, monkeypatch:
     assert call("prismtrace", "convert", f"-o{output}", "--", *names).code == 0
     for reader in ("info", "validate"):
         assert call("prismtrace", reader, "--", output).code == 0
-    assert call("prismcalib", "merge", f"-o{output}", "--", output).code == 0
-    assert call("prismcalib", "critical-path", "--", output).code == 0
-    assert sorted(path.name for path in Path().iterdir()) == sorted([*names, output])
+    merged = f"-m{output}"
+    assert call("prismcalib", "merge", f"-o{merged}", "--", output).code == 0
+    # A timeline may take its own place, a recording may not be lost.
+    assert call("prismcalib", "merge", f"-o{merged}", "--", merged).code == 0
+    assert call("prismcalib", "merge", f"-o{output}", "--", output).code == 1
+    assert call("prismcalib", "critical-path", "--", merged).code == 0
+    assert sorted(path.name for path in Path().iterdir()) == sorted([*names, output, merged])
 
 
 @pytest.mark.parametrize("where", ["input", "output", "trace"])
