@@ -69,7 +69,7 @@ def _written(frames: Iterable[pl.DataFrame], folder: Path) -> list[Path]:
     return paths
 
 
-_FILE_ROWS = 1 << 18
+_FILE_ROWS = 1 << 16
 
 
 def _matched(trace: RankTrace, assignment: Assignment, ids: Mapping[GroupKey, int]) -> pl.DataFrame:
