@@ -124,7 +124,10 @@ def run_sandbox(
         if len(gpus) > 1:
             ledger.share_slots()
         if gpus and remote:
-            raise PlanError("sandbox ranks of several hosts run on CPUs, and this host has GPUs")
+            raise PlanError(
+                "sandbox ranks of several hosts run on CPUs, and this host has GPUs",
+                hint="with CUDA_VISIBLE_DEVICES empty on all hosts, the program runs on CPUs",
+            )
         job = Job(
             program=program,
             world_size=graph.header.world_size,
