@@ -154,6 +154,8 @@ def _print_coarse(report: CoarsenReport, output: Path) -> None:
 
 def print_costs(report: CostReport) -> None:
     """Where the transfers of a merge came from that no slice measured."""
+    from prismtrace.schema import TransferSource
+
     lines = [
         ("from the table", report.from_table, ", ".join(report.table) or "none was given"),
         ("from the model", report.from_model, "latency and bandwidth of the links below"),
@@ -161,10 +163,9 @@ def print_costs(report: CostReport) -> None:
         ("other data type", report.other_dtype, "of these, measured with another data type"),
     ]
     lines.append(("kept", report.kept, "estimates of the earlier result, with their doubts"))
-    lines += [
-        (name, count, "kept as the slices saw them, as barriers that no table has: error unknown")
-        for name, count in report.left.items()
-    ]
+    for name, count in report.left.items():
+        such = ", such as barriers that no table has" if name == TransferSource.NONE.value else ""
+        lines.append((name, count, f"kept as the slices saw them{such}: their error is unknown"))
     table(
         f"transfers that no slice measured, with {report.ranks_per_host} ranks per host",
         ("", "members", "meaning"),
