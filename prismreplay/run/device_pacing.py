@@ -170,20 +170,16 @@ class PlanPacer:
         """What the device does for those that virtual ranks take part in."""
         plan = self.plan
         with self._lock:
-            if len(works) == 1:
-                placed = works[0].placed
-                if placed.skipping or not plan.is_boundary(placed.key, placed.round_):
-                    return []
-                return [self._program(placed, stream)]
             places = [
                 one
                 for one in (work.placed for work in works)
                 if not one.skipping and plan.is_boundary(one.key, one.round_)
             ]
-            rounds = {one.round_ for one in places}
-            if len(places) > 1 and len(rounds) == 1 and not any(one.otherwise for one in places):
-                # One waits for what others of the batch have begun.
-                return [plan.batch([(one.key, one.round_) for one in places], queue=stream)]
+            if len(places) > 1:
+                rounds = {one.round_ for one in places}
+                if len(rounds) == 1 and not any(one.otherwise for one in places):
+                    # One waits for what others of the batch have begun.
+                    return [plan.batch([(one.key, one.round_) for one in places], queue=stream)]
             return [self._program(one, stream) for one in places]
 
     def _program(self, placed: Placed, stream: int) -> Program:

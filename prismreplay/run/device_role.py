@@ -42,7 +42,7 @@ from prismreplay.run.real_group import real_group
 from prismreplay.run.role import SandboxRole
 from prismreplay.runtime.device_clock import StreamKey
 from prismreplay.runtime.device_time import Timeline
-from prismreplay.runtime.operations import Call, Group, Op
+from prismreplay.runtime.operations import MESSAGES, Call, Group, Op
 from prismreplay.runtime.recording import RecordRole
 from prismreplay.runtime.roles import Pending
 from prismtrace.schema import ReduceOp
@@ -223,7 +223,7 @@ class DeviceRole(SandboxRole):
         """Put operations into a stream."""
         self._operations += len(works)
         ways = [self._way(work.op) for work in works]
-        self._mirrored += sum([way is MIRROR for way in ways])
+        self._mirrored += sum(way is MIRROR for way in ways)
         busy = [
             (work, way) for work, way in zip(works, ways, strict=True) if self._computes(work, way)
         ]
@@ -247,7 +247,7 @@ class DeviceRole(SandboxRole):
         op, inputs = work.op, work.inputs
         # As NCCL writes: autograd does not notice.
         outputs = [one.data for one in work.outputs]
-        pruned = self._together(op, way) if self._pruned else None
+        pruned = self._together(op, way)
         if pruned is not None:
             self._perform_together(pruned, work, outputs, way, stream)
         elif way is None:
@@ -261,7 +261,7 @@ class DeviceRole(SandboxRole):
 
     def _computes(self, work: DeviceWork, way: Way | None) -> bool:
         """Whether the device has something to do for an operation's result."""
-        if self._pruned and self._together(work.op, way) is not None:
+        if self._together(work.op, way) is not None:
             return way is not NOTHING
         return _computes(work, way)
 
@@ -270,7 +270,7 @@ class DeviceRole(SandboxRole):
         pruned = self._pruned.get(op.group.key)
         if pruned is None or way is None:
             return pruned
-        message = op.call in (Call.SEND, Call.RECV)
+        message = op.call in MESSAGES
         return None if message or way.kind == "rule" else pruned
 
     def _perform_together(
@@ -361,7 +361,7 @@ class DeviceRole(SandboxRole):
     def _virtual_members(self, op: Op) -> list[int]:
         """Places of the virtual members that take part."""
         group = op.group
-        if op.call in (Call.SEND, Call.RECV):
+        if op.call in MESSAGES:
             if op.peer is None or op.peer in self._sandbox:
                 return []
             return [group.ranks.index(op.peer)]

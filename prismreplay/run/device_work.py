@@ -16,7 +16,7 @@ from prismreplay.run.device_spinning import DevicePace
 from prismreplay.run.device_streams import Streams
 from prismreplay.run.following import Placed
 from prismreplay.runtime.device_clock import Mark, StreamKey
-from prismreplay.runtime.operations import Call, Op
+from prismreplay.runtime.operations import MESSAGES, Call, Op
 from prismreplay.runtime.shelves import Kept, Shelf
 
 __all__ = ["DeviceWork", "Launcher", "is_asynchronous"]
@@ -24,12 +24,11 @@ __all__ = ["DeviceWork", "Launcher", "is_asynchronous"]
 Tensor = Any
 
 _NOTHING = nullcontext()
-_MESSAGES = (Call.SEND, Call.RECV)
 
 
 def is_asynchronous(op: Op, call: Callable[[], Any]) -> bool:
     """Whether the program goes on while it runs: messages always, else as its options say."""
-    if op.call in _MESSAGES:
+    if op.call in MESSAGES:
         return True
     for one in getattr(call, "args", ()):
         if not getattr(one, "asyncOp", True):
@@ -149,7 +148,7 @@ class Launcher:
         over = partial(self.is_past, end)
         for work in works:
             work.end, work.stream = end, stream
-            if work.op.call in _MESSAGES:
+            if work.op.call in MESSAGES:
                 self.streams.lend(stream, (*work.inputs, *work.outputs))
             else:
                 work.kept = shelf.keep((work.inputs, work.outputs, work.scratch), over)

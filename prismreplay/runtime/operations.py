@@ -35,7 +35,7 @@ from enum import StrEnum
 
 from prismtrace.schema import DType, Kind, ReduceOp
 
-__all__ = ["Call", "Group", "Op", "TensorSpec"]
+__all__ = ["MESSAGES", "Call", "Group", "Op", "TensorSpec"]
 
 
 class Call(StrEnum):
@@ -61,6 +61,9 @@ class Call(StrEnum):
         """What the trace calls it."""
         return _KINDS[self]
 
+
+MESSAGES = (Call.SEND, Call.RECV)
+"""Calls between two ranks; all others are collectives."""
 
 _KINDS = {call: Kind(call.value.removesuffix("_single")) for call in Call}
 
@@ -172,7 +175,7 @@ class Op:
         Messages to or from one partner do, and collectives of a group. Where the backend runs
         several of these at a time, there are as many queues, which take turns.
         """
-        if self.call in (Call.SEND, Call.RECV):
+        if self.call in MESSAGES:
             return self.group.key, self.peer, self.call
         return self.group.key, self.queue_number
 

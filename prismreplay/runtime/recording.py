@@ -39,7 +39,7 @@ from prismreplay.runtime.cuda_streams import CudaDevices
 from prismreplay.runtime.device_time import Timeline
 from prismreplay.runtime.exits import before_exit
 from prismreplay.runtime.graph_recorder import GraphRecorder
-from prismreplay.runtime.operations import Call, Group, Op
+from prismreplay.runtime.operations import MESSAGES, Call, Group, Op
 from prismreplay.runtime.process_group import living
 from prismreplay.runtime.shelves import Kept, Shelf, found_by_backend
 from prismreplay.runtime.works import RealBatch
@@ -56,7 +56,6 @@ SPOOLS_VARIABLE = "PRISMREPLAY_SPOOLS"
 """Folder that the ranks write their spools into."""
 
 _now = time.perf_counter_ns
-_MESSAGES = (Call.SEND, Call.RECV)
 
 
 def start(rank: int, world_size: int) -> tuple[RecordRole, GraphRecorder]:
@@ -144,7 +143,7 @@ class RecordRole:
             return
         inputs, outputs = tensors
         device = (inputs or outputs)[0].device.index
-        if op.call in _MESSAGES:
+        if op.call in MESSAGES:
             queue = op.group.key, frozenset((op.peer, op.group.global_rank))
         else:
             done.kept = shelf.keep(tensors, found_by_backend(work))
@@ -163,7 +162,7 @@ class RecordRole:
             shelf.issued()
             found = None if handle is None else found_by_backend(handle)
             for one, its_tensors in batch.members:
-                if found is not None and one.op.call not in _MESSAGES:
+                if found is not None and one.op.call not in MESSAGES:
                     one.kept = shelf.keep(its_tensors, found)
             tokens = [one.token for one, _ in batch.members]
             timeline.follow_all(tokens, handle, (group.key, None), device)
@@ -187,7 +186,7 @@ def on_device(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bo
 
 def _is_asynchronous(op: Op, call: Callable[[], Any]) -> bool:
     """Whether the program goes on while it runs, and the backend can tell when it is complete."""
-    if op.call in _MESSAGES:
+    if op.call in MESSAGES:
         return False
     arguments: Sequence[Any] = getattr(call, "args", ())
     return bool(arguments) and bool(getattr(arguments[-1], "asyncOp", True))
