@@ -33,7 +33,6 @@ from prismreplay.run.holding import Holder
 from prismreplay.run.ledger import Arrival, Ledger
 from prismreplay.run.real_group import gloo_group
 from prismreplay.run.reduced import (
-    P2P,
     Buffers,
     Step,
     assistants_steps,
@@ -42,7 +41,7 @@ from prismreplay.run.reduced import (
     perform,
 )
 from prismreplay.run.timekeeping import Released
-from prismreplay.runtime.operations import Call, Op, TensorSpec
+from prismreplay.runtime.operations import MESSAGES, Call, Op, TensorSpec
 from prismtrace.schema import ReduceOp
 
 __all__ = ["Assistant", "Assistants", "name_of", "operation_tag", "participant", "start_assistant"]
@@ -60,14 +59,14 @@ def participant(number: int) -> int:
 
 def name_of(op: Op, rank: int) -> str:
     """Of an operation in a small group, alike for all that take part; `rank` issued it."""
-    if op.call in P2P:
+    if op.call in MESSAGES:
         return f"reduced {op.group.key} {rank} {op.call.value} {op.peer} {op.seq}"
     return f"reduced {op.group.key} {op.seq}"
 
 
 def operation_tag(op: Op, ticket: int) -> int:
     """For the messages of an operation."""
-    return ticket if op.call in P2P else _COLLECTIVES + (op.seq or 0) % _COLLECTIVES
+    return ticket if op.call in MESSAGES else _COLLECTIVES + (op.seq or 0) % _COLLECTIVES
 
 
 # --- in the hub ----------------------------------------------------------------------------
@@ -150,7 +149,7 @@ class Assistants:
         """A sandbox rank has issued an operation."""
         if op.group.key not in self._groups or not is_reducible(op, self._sandbox):
             return
-        key = (rank, ticket) if op.call in P2P else (op.group.key, op.seq)
+        key = (rank, ticket) if op.call in MESSAGES else (op.group.key, op.seq)
         self._instances.setdefault(key, _Instance()).ops[rank] = op
         self._of_ticket[rank, ticket] = key
 
@@ -204,7 +203,7 @@ class Assistants:
             )  # fmt: skip
             self._groups[op.group.key].channel.send(message, added.file)
             added.close()
-        if instance.released == (1 if op.call in P2P else len(members)):
+        if instance.released == (1 if op.call in MESSAGES else len(members)):
             del self._instances[key]
 
     @staticmethod

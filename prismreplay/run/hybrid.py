@@ -24,14 +24,13 @@ from prismreplay.run.device_shares import share_of
 from prismreplay.run.following import Followed, GraphFollower, Placed
 from prismreplay.run.timekeeping import Entry, Released, Timekeeper
 from prismreplay.run.virtual_members import VirtualMembers
-from prismreplay.runtime.operations import Call, Op
+from prismreplay.runtime.operations import MESSAGES, Call, Op
 from prismreplay.tensors.store_log import StoreReplay
 from prismtrace.errors import PrismError
 from prismtrace.ranks import format_ranks
 
 __all__ = ["GroupUse", "HybridCoordinator", "World"]
 
-_P2P = (Call.SEND, Call.RECV)
 _BARRIER = "store_based_barrier_key"
 
 
@@ -280,7 +279,7 @@ class HybridCoordinator(Coordinator):
         self._finish(request, result)
 
     def _complete(self, last: Request) -> None:
-        if last.op.call in _P2P or self._virtual.isdisjoint(last.op.group.ranks):
+        if last.op.call in MESSAGES or self._virtual.isdisjoint(last.op.group.ranks):
             super()._complete(last)
             return
         self.counts.collectives += 1
@@ -344,7 +343,7 @@ class HybridCoordinator(Coordinator):
                 and not placed.skipping
                 and planned.is_boundary(placed.key, rank, placed.round_)
             )
-        p2p = op.call in _P2P
+        p2p = op.call in MESSAGES
         if not p2p:
             partners = tuple(one for one in op.group.ranks if one in self._ranks)
         elif op.call is Call.RECV and op.peer in self._ranks:
@@ -363,7 +362,7 @@ class HybridCoordinator(Coordinator):
 
     def _virtual_members(self, op: Op) -> bool:
         """Whether virtual ranks take part."""
-        if op.call in _P2P:
+        if op.call in MESSAGES:
             return op.peer in self._virtual
         return not self._virtual.isdisjoint(op.group.ranks)
 

@@ -33,7 +33,7 @@ import torch
 from torch._C import _distributed_c10d as native
 
 from prismreplay.collect.handover import torch_dtype
-from prismreplay.runtime.operations import Call, Op, TensorSpec
+from prismreplay.runtime.operations import MESSAGES, Call, Op, TensorSpec
 from prismtrace.schema import DType, ReduceOp
 
 __all__ = ["Step", "assistants_steps", "is_reducible", "members_of", "perform", "steps_of"]
@@ -41,7 +41,6 @@ __all__ = ["Step", "assistants_steps", "is_reducible", "members_of", "perform", 
 Tensor = Any
 """A torch.Tensor; torch carries no types that a strict checker accepts."""
 
-P2P = (Call.SEND, Call.RECV)
 _REDUCTIONS = {
     ReduceOp.MAX: native.ReduceOp.MAX,
     ReduceOp.MIN: native.ReduceOp.MIN,
@@ -78,7 +77,7 @@ def members_of(ranks: Sequence[int], sandbox: frozenset[int]) -> tuple[int, ...]
 
 def is_reducible(op: Op, sandbox: frozenset[int]) -> bool:
     """Whether an operation of a mixed group has steps: messages have, from and to virtual ranks."""
-    if op.call in P2P:
+    if op.call in MESSAGES:
         return op.peer is not None and op.peer not in sandbox
     return True
 

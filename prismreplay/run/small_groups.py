@@ -13,8 +13,8 @@ from prismreplay.run.assistants import name_of, operation_tag, participant
 from prismreplay.run.compensation import difference, finished
 from prismreplay.run.ledger import Arrival, Ledger
 from prismreplay.run.real_group import gloo_group
-from prismreplay.run.reduced import P2P, Buffers, is_reducible, members_of, perform, steps_of
-from prismreplay.runtime.operations import Call, Group, Op
+from prismreplay.run.reduced import Buffers, is_reducible, members_of, perform, steps_of
+from prismreplay.runtime.operations import MESSAGES, Call, Group, Op
 from prismtrace.schema import ReduceOp
 
 __all__ = ["MovedSummary", "SmallGroups", "SmallWork"]
@@ -114,7 +114,7 @@ class SmallGroups:
 
     def measure(self, op: Op, name: str, ended_ns: int) -> int | None:
         """How long an operation took once all of the small group were there; None: unknown."""
-        mine = [self._rank] if op.call in P2P else members_of(op.group.ranks, self._sandbox)
+        mine = [self._rank] if op.call in MESSAGES else members_of(op.group.ranks, self._sandbox)
         arrived = self._ledger.arrivals(mine, name)
         played = self._ledger.arrivals(self._assistants, name)
         if len(arrived) < len(mine) or not played:
@@ -161,7 +161,7 @@ class SmallWork:
         self._name = name
         self._works = works
         self._ended_ns = 0
-        if op.call not in P2P:
+        if op.call not in MESSAGES:
             for work, _ in works:
                 # gloo's messages have none; of these, the end is when the wait returns.
                 with suppress(RuntimeError, AttributeError):

@@ -35,7 +35,7 @@ from typing import Any
 from prismreplay.runtime.device_clock import StreamKey
 from prismreplay.runtime.device_time import Timeline
 from prismreplay.runtime.lanes import Lane, Lanes
-from prismreplay.runtime.operations import Call, Group, Op
+from prismreplay.runtime.operations import MESSAGES, Call, Group, Op
 from prismreplay.runtime.program_position import Place, ProgramPosition
 from prismtrace.recorder import SpanWriter
 from prismtrace.schema import Kind
@@ -45,7 +45,6 @@ __all__ = ["GraphRecorder", "calling_frames"]
 
 _RUNTIME = str(Path(__file__).parent)
 _C10D = ("distributed_c10d.py", "c10d_logger.py")
-_P2P = (Call.SEND, Call.RECV)
 _MEMCPY = Kind.MEMCPY.value
 _NO_COMMUNICATION = (None,) * 6
 """Group, seq, peer, bytes, dtype and reduction."""
@@ -144,7 +143,7 @@ class GraphRecorder:
             self._end_segment(now)
         index = self._number()
         seq, peer = op.seq, op.root
-        if op.call in _P2P:
+        if op.call in MESSAGES:
             peer = op.peer
             seq = self._number_received(op, index) if op.call is Call.RECV else seq
         step, microbatch, chunk, phase = self.position.place_of(op)
@@ -371,7 +370,7 @@ class _Queue:
 
 def _label(op: Op) -> str:
     """What to call a queue, after its group: partners by their distance in the group."""
-    if op.call not in _P2P:
+    if op.call not in MESSAGES:
         return f"queue {op.queue_number + 1}" if op.queue_number else ""
     if op.peer is None:
         return f"{op.call.value} from anyone"
