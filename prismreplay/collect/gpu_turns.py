@@ -151,19 +151,24 @@ class GpuTurns:
     # --- what happens -----------------------------------------------------------------
 
     def is_in(self, rank: int) -> bool:
-        """Whether `rank` may compute: its memory is on the GPU, and stays there for now."""
+        """Whether the memory of `rank` is on the GPU, and stays there for now."""
         lane = self._lane(rank)
         leaving = lane.doing is not None and lane.doing == Decision(Do.EVICT, rank)
         return not leaving and lane.residency.where(rank) is Whereabouts.GPU
 
+    def has_room(self, rank: int, running: Collection[int]) -> bool:
+        """Whether `rank`, which is in and has a new turn, may grow as others did beside `running`."""
+        lane = self._lane(rank)
+        return lane.residency.has_room(rank, running, free=self._free(lane))
+
     def take_turn(self, rank: int) -> None:
-        """`rank`, which is in, has a turn."""
+        """`rank`, which is in, computes or goes on to."""
         lane = self._lane(rank)
         lane.stuck.discard(rank)
         lane.residency.entered(rank)
 
     def ask(self, rank: int) -> None:
-        """`rank` has a turn and is not in."""
+        """`rank` has a turn and is not in, or has no room to grow."""
         lane = self._lane(rank)
         if all(rank != waiting for waiting, _ in lane.waiting):
             lane.waiting.append((rank, self._clock()))

@@ -4,7 +4,8 @@ What fits stays. When a rank that has a turn does not fit beside the others, tho
 longest go first: each gives back what its allocator only keeps for later, and if that is not
 enough, its whole state goes to host memory, and from there to disk when the host has no room.
 Ranks that compute, or have just been let in, stay. As memory grows while a rank computes, it
-counts with the most that any rank was seen to take: ranks of one program are much alike.
+counts with the most that any rank was seen to take: ranks of one program are much alike. So a rank
+that is there already needs room, too: all of them may have come while they were small.
 """
 
 from __future__ import annotations
@@ -138,6 +139,11 @@ class Residency:
 
     # --- what to do -------------------------------------------------------------------
 
+    def has_room(self, rank: int, running: Collection[int], *, free: int | None = None) -> bool:
+        """Whether `rank` may compute as things are; arguments as in `decide`."""
+        busy, idle = self._others(rank, running)
+        return self.where(rank) is Whereabouts.GPU and self._fits(rank, busy, idle, free)
+
     def decide(
         self,
         rank: int,
@@ -159,11 +165,7 @@ class Residency:
         Raises:
             SwapError: it cannot be made to fit.
         """
-        if self.where(rank) is Whereabouts.GPU:
-            return Decision(Do.ADMIT, rank)
-        others = [one for one in self.residents() if one != rank]
-        busy = [one for one in others if one in running]
-        idle = [one for one in others if one not in running]
+        busy, idle = self._others(rank, running)
         if self._fits(rank, busy, idle, free):
             return Decision(Do.ADMIT, rank)
         keeping = [one for one in idle if self._ranks[one].cached >= WORTH_TRIMMING_BYTES]
@@ -177,10 +179,19 @@ class Residency:
             return self._make_room(movable[0])
         if busy:
             return Decision(Do.WAIT, rank)
-        if stuck or self._is_short(rank, free):
+        is_away = self.where(rank) is not Whereabouts.GPU
+        if is_away and (stuck or self._is_short(rank, free)):
             raise self._no_room(rank, free)
         # Nothing is left to move, and nobody computes: it may still be enough.
         return Decision(Do.ADMIT, rank)
+
+    def _others(self, rank: int, running: Collection[int]) -> tuple[list[int], list[int]]:
+        """Those on the GPU that compute, and those that do not."""
+        others = [one for one in self.residents() if one != rank]
+        return (
+            [one for one in others if one in running],
+            [one for one in others if one not in running],
+        )
 
     def _fits(self, rank: int, busy: Iterable[int], idle: Iterable[int], free: int | None) -> bool:
         if self._is_short(rank, free):
@@ -189,7 +200,9 @@ class Residency:
         return taken == 0 or taken + self.expected(rank) <= self.budget
 
     def _is_short(self, rank: int, free: int | None) -> bool:
-        """Whether the memory that a rank left with would find no room."""
+        """Whether the memory that a rank left with, or is to get beside its own, finds no room."""
+        if self.where(rank) is Whereabouts.GPU:
+            return free is not None and free < self.expected(rank) - self.size(rank)
         return free is not None and free < self.size(rank)
 
     def _make_room(self, victim: int) -> Decision:

@@ -65,6 +65,8 @@ class Service:
         self._failures: dict[int, Message] = {}
         self._gpus: GpuTurns | None = None
         self._held: dict[int, list[Sent]] = {}
+        self._turn_of: dict[int, int] = {}
+        """The last turn in which a rank was let onto its GPU, as `Turns.taken` counts them."""
         """What is to be sent to ranks once they are on their GPU."""
         self._selector = selectors.DefaultSelector()
         self._silent_since = time.monotonic()
@@ -214,7 +216,7 @@ class Service:
             sent = outbox.popleft()
             if self._gpus is None:
                 self._deliver(sent)
-            elif self._gpus.is_in(sent.rank) and sent.rank not in self._held:
+            elif sent.rank not in self._held and self._may_go_on(self._gpus, sent.rank):
                 self._gpus.take_turn(sent.rank)
                 self._deliver(sent)
             elif sent.rank in self._alive:
@@ -232,6 +234,15 @@ class Service:
 
     # --- GPUs -------------------------------------------------------------------------
 
+    def _may_go_on(self, gpus: GpuTurns, rank: int) -> bool:
+        """Whether `rank` is on its GPU; and, in a new turn, whether it may grow there."""
+        turns = self._coordinator.turns
+        is_new = self._turn_of.get(rank) != turns.taken[rank]
+        if not gpus.is_in(rank) or (is_new and not gpus.has_room(rank, turns.running)):
+            return False
+        self._turn_of[rank] = turns.taken[rank]
+        return True
+
     def _let_in(self) -> None:
         """Send what was held back for ranks that are on their GPU now."""
         if self._gpus is None:
@@ -239,6 +250,7 @@ class Service:
         to = self._coordinator
         for rank in self._gpus.step(to.turns.running, to.lent, to.awaited):
             self._idle.forget(rank)
+            self._turn_of[rank] = to.turns.taken[rank]
             for sent in self._held.pop(rank, ()):
                 self._deliver(sent)
 

@@ -115,6 +115,19 @@ def test_a_rank_that_does_not_fit_takes_the_place_of_another_and_back(make):
     assert report.rank_bytes == 4 * GIB
 
 
+def test_a_rank_that_is_in_has_others_leave_before_it_grows(make):
+    here = make()
+    for rank in range(3):
+        here.come(rank)
+        here.takes(rank, 1)
+    here.takes(0, 6)
+    assert here.turns.is_in(1)
+    assert not here.turns.has_room(1, running=[1])
+    assert here.come(1) == [1]
+    assert here.driver.moves == [("out", 100)]
+    assert here.turns.has_room(1, running=[1])
+
+
 def test_while_a_rank_leaves_it_is_not_in_and_comes_back_when_it_has_a_turn(make):
     here = make()
     here.come(0)

@@ -63,6 +63,27 @@ def test_a_new_rank_counts_with_the_most_that_another_took():
     assert ranks.decide(1, running=()) == Decision(Do.EVICT, 0)
 
 
+def test_ranks_that_came_while_they_were_small_make_room_as_others_grow():
+    ranks = filled(10 * GIB, 100 * GIB, dict.fromkeys(range(4), GIB))
+    assert ranks.has_room(0, running=())
+    ranks.resize(0, 6 * GIB)
+    assert not ranks.has_room(1, running=())  # 6 + 1 + 1, and 6 that rank 1 may come to take
+    assert ranks.decide(1, running=[0]) == Decision(Do.WAIT, 1)
+    assert ranks.decide(1, running=()) == Decision(Do.EVICT, 0)
+    ranks.left(0)
+    assert ranks.has_room(1, running=())
+
+
+def test_a_rank_that_is_there_computes_where_nobody_can_make_room():
+    ranks = filled(10 * GIB, 100 * GIB, {0: 6 * GIB, 1: GIB})
+    assert ranks.decide(1, running=(), stuck={0}) == Decision(Do.ADMIT, 1)
+    ranks.left(0)
+    assert not ranks.has_room(1, running=(), free=GIB)
+    assert ranks.decide(1, running=(), free=GIB) == Decision(Do.ADMIT, 1)
+    ranks.left(1)
+    assert not ranks.has_room(1, running=())
+
+
 def test_a_rank_larger_than_the_budget_has_the_gpu_to_itself():
     ranks = filled(10 * GIB, 100 * GIB, {0: 2 * GIB})
     ranks.resize(1, 30 * GIB)
@@ -107,6 +128,42 @@ def test_ranks_that_wait_for_the_one_that_comes_leave_last():
     ranks = filled(10 * GIB, 100 * GIB, {0: 4 * GIB, 1: 4 * GIB})
     assert ranks.decide(2, running=(), soon=[0]) == Decision(Do.EVICT, 1)
     assert ranks.decide(2, running=(), soon=[0, 1]) == Decision(Do.EVICT, 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    size=st.integers(2, 12),
+    count=st.integers(1, 9),
+    spare=st.integers(0, 20),
+    slots=st.integers(1, 3),
+    data=st.data(),
+)
+def test_ranks_that_grow_in_their_turns_stay_in_the_budget(size, count, spare, slots, data):
+    """All are alike and begin with 1; but for the first, it is known how large one may become."""
+    budget = size + spare
+    ranks = Residency(budget, size * count)
+    ranks.resize(0, 1, peak=size)
+    sizes, running = dict.fromkeys(range(count), 1), []
+    for rank in range(count):
+        ranks.resize(rank, 1)
+    for _ in range(30 * count):
+        idle = [rank for rank in range(count) if rank not in running]
+        rank = data.draw(st.sampled_from(idle), label="next") if idle else None
+        while rank is not None and len(running) < slots:
+            decision = ranks.decide(rank, running)
+            if decision.do is not Do.EVICT:
+                break
+            assert decision.rank not in (rank, *running)
+            ranks.left(decision.rank)
+        if rank is not None and len(running) < slots and decision.do is Do.ADMIT:
+            ranks.entered(rank)
+            assert ranks.has_room(rank, running)
+            running.append(rank)
+        else:
+            rank = running.pop(0)
+            sizes[rank] = data.draw(st.integers(sizes[rank], size), label="grows to")
+            ranks.resize(rank, sizes[rank])
+        assert ranks.taken(Whereabouts.GPU) <= budget
 
 
 @settings(max_examples=150, deadline=None)
