@@ -156,7 +156,7 @@ part_runs() {
     local files
     files="${TESTS:-$(files_of tests/prismreplay/run | grep -v test_spinning)}"
     # shellcheck disable=SC2086  several paths
-    pytests runs 300 $files
+    pytests runs 330 $files
 }
 part_spin() { pytests spin 200 tests/prismreplay/run/test_spinning_on_gpu.py; }
 part_plugin() {

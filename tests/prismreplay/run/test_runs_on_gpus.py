@@ -32,7 +32,7 @@ JOBS = {
     "moe": (2, "train_moe.py", "--hidden", "128", "--steps", str(STEPS)),
 }
 WITH_PAUSES = Path(__file__).with_name("programs") / "with_pauses.py"
-LIMIT_S = 90
+LIMIT_S = 280  # CPUs of one kind of machine differ by two, and other tests may run beside
 
 
 @pytest.fixture(scope="module")
