@@ -10,8 +10,9 @@ import socket
 import sys
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prismreplay.collect.messages import Channel
 from prismreplay.runtime.exits import leave
@@ -75,3 +76,14 @@ def _detach(parent: int) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _leave_to_parent()
+
+
+def _leave_to_parent() -> None:
+    """What finalizers would do at the end is the parent's: remove its temporary folders, say.
+
+    Exit functions stay, as those of libraries serve programs, which find these imported.
+    """
+    known: Any = weakref.finalize
+    for finalizer in known._registry:  # noqa: SLF001
+        finalizer.atexit = False
