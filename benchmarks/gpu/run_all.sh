@@ -9,6 +9,7 @@
 #   record     what recording costs a step, against torch's profiler
 #   vanilla    every rank through NCCL on one GPU against pruned communication and holds
 #   costs      where the host's time goes
+#   overhead   a rank of a job emulated, beside the same program as a job of one rank
 #   emulate    slices, plan and sandbox of GPTs, end to end
 #   moves      context switches: out of the GPU and back
 # Others:
@@ -22,7 +23,7 @@
 # With all GPUs:
 #   peers      rings over peer memory, and tests that need two GPUs
 #
-# Without --only: all of them; with --budget: all but emulate, moves and peers. Parts in which times
+# Without --only: all of them; with --budget: all but overhead, emulate, moves and peers. Parts in which times
 # count run one after another; of the others some run at once, with two GPUs or more on the second,
 # beside the first ones, which then have half of the cores. Limits are meant for slow machines: CPUs
 # of one kind of machine differ by two. PYTHON is the interpreter (python3); it needs torch with CUDA,
@@ -32,7 +33,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-timed=kernels,record,vanilla,costs,emulate,moves
+timed=kernels,record,vanilla,costs,overhead,emulate,moves
 others=plugin,tests,runs,memory,kept,collect,spin
 out="${OUT:-gpu-results}" full=() only= budget=
 while (($#)); do
@@ -41,7 +42,7 @@ while (($#)); do
         --out) out="$2"; shift ;;
         --only) only="$2"; shift ;;
         --budget) budget="$2"; shift ;;
-        *) sed -n '2,31p' "${BASH_SOURCE[0]}"; exit 2 ;;
+        *) sed -n '2,32p' "${BASH_SOURCE[0]}"; exit 2 ;;
     esac
     shift
 done
@@ -184,6 +185,7 @@ part_record() {
 }
 part_vanilla() { measure vanilla 80 vanilla.py --out "$raw" --budget; }
 part_costs() { measure host-cost 65 host_cost.py --out "$raw/host_cost.json"; }
+part_overhead() { measure overhead 200 overhead.py --out "$raw" --budget; }
 part_emulate() { measure emulate 150 emulate_cuda.py --out "$raw" --budget; }
 part_moves() {
     measure moves 60 collect_cuda.py --out "$raw/moves.json" "${full[@]}" --parts moves --budget
