@@ -35,18 +35,19 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from prismreplay.errors import PluginError, PluginTimeoutError
-from prismreplay.plugin.advance_code import Code, Layout, Slot, Table, encode, slot_of_word
+from prismreplay.plugin.advance_code import Code, Layout, Slot, Table
 from prismreplay.plugin.advance_simulation import Status
+from prismreplay.plugin.advances import SEEN_WORDS, Advance, advance_of_row
 from prismreplay.plugin.device import kernel, require_device
 from prismreplay.plugin.driver_memory import DriverMemory
+from prismreplay.plugin.prepared_codes import CODE_KERNELS, NOTHING, PreparedCodes
 
-__all__ = ["Advance", "Advancer", "ClockPair", "Planned"]
+__all__ = ["Advancer", "ClockPair", "Planned"]
 
 Stream = Any
 """A torch.cuda.Stream, or the handle of one."""
@@ -56,16 +57,10 @@ TAIL_NS = 1600
 _LONGEST_TAIL_NS = 20_000
 """A device that takes longer has other things to do."""
 STAMPED, OWES = 1, 2
-_NOTHING = encode((), ())
 _FIXED = struct.Struct("=16q")
 _PER_CALL = struct.Struct("=4q")
 _CALL_BYTES = _FIXED.size + _PER_CALL.size
-_CODE_WORDS = (96, 448)
-"""Codes up to so many words travel with the launch."""
-_KINDS, _SIZES = ("advance", "arrive"), (*map(str, _CODE_WORDS), "far")
-_SEEN_WORDS = 8
 _LANES = 32
-_ROOM_WORDS = 1 << 20
 _ANSWERING_NS = 10_000_000_000
 
 
@@ -89,51 +84,12 @@ class Planned(Protocol):
         """Names the operation in messages."""
 
 
-class Advance(NamedTuple):
-    """How an operation went on the device. Times in ns since the run's beginning, less debts.
-
-    Attributes:
-        ticket: of `launch`.
-        began_ns: start of the kernel.
-        arrival_ns: when the stream got to the operation.
-        ready_ns: when all members were there.
-        end_ns: when it was to end.
-        ended_ns: when the stream's next kernel could start.
-        status: anything but DONE: it ended too early, and `missing` may say why.
-        missing: the slot that was waited for in vain.
-    """
-
-    ticket: int
-    began_ns: int
-    arrival_ns: int
-    ready_ns: int
-    end_ns: int
-    ended_ns: int
-    status: Status
-    missing: Slot | None
-
-    @property
-    def lateness_ns(self) -> int:
-        """By how much it ended after its time; a little below zero: before."""
-        return self.ended_ns - self.end_ns
-
-
 class ClockPair(NamedTuple):
     """The device's clock showed `device_ns` when CLOCK_MONOTONIC was within `host_ns` ± `half_ns`."""
 
     device_ns: int
     host_ns: int
     half_ns: int
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A code, ready to be launched: kernels, and the addresses of their arguments."""
-
-    advance: int
-    arrive: int
-    arguments: Any
-    keeps: Any
 
 
 class Advancer:
@@ -183,20 +139,18 @@ class Advancer:
         self._debt = memory.on_device(8)
         self._stamps = memory.on_device(8 * kept)
         # Written on the device, where that costs the stream's next kernel nothing, and fetched.
-        self._seen_at = memory.on_device(8 * kept * _SEEN_WORDS)
-        self._seen = memory.pinned(kept * _SEEN_WORDS)[1].reshape(kept, _SEEN_WORDS)
+        self._seen_at = memory.on_device(8 * kept * SEEN_WORDS)
+        self._seen = memory.pinned(kept * SEEN_WORDS)[1].reshape(kept, SEEN_WORDS)
         self._alarm_at, self._alarm = memory.pinned(8)
         self._box = memory.pinned(8)
-        self._room = _ROOM_WORDS
-        self._room_at, self._words = memory.pinned(self._room)
         self._call = ctypes.create_string_buffer(_CALL_BYTES)
         self._driver_launch = memory.launcher()
         self._kernels = {
             name: kernel("advance", name, self.device).address
-            for name in ("owe", "answer", *(f"{kind}_{size}" for kind in _KINDS for size in _SIZES))
+            for name in ("owe", "answer", *CODE_KERNELS)
         }
+        self._codes = PreparedCodes(self._kernels, memory, ctypes.addressof(self._call))
         self._lock = threading.Lock()
-        self._prepared: dict[Code, _Prepared] = {}
         self._programs: list[Planned | None] = [None] * kept
         self._next = 0
         self._open: list[int] = []
@@ -212,7 +166,7 @@ class Advancer:
     def prepare(self, codes: Iterable[Code]) -> None:
         """Get codes ready before they are launched for the first time."""
         for code in codes:
-            self._prepare(code)
+            self._codes.prepare(code)
 
     def begin(self, origin_ns: int, pair: ClockPair | None = None) -> None:
         """Count times from here on since `origin_ns` of CLOCK_MONOTONIC.
@@ -287,7 +241,7 @@ class Advancer:
             self._fetch()  # what was under way while the first words were fetched
             rows = self._seen[finished & (self._kept - 1)].tolist()
         for ticket, row in zip(finished.tolist(), rows, strict=True):
-            yield _advance(ticket, row)
+            yield advance_of_row(ticket, row)
 
     def check(self) -> None:
         """Raise if an operation gave up waiting; looks at a word of the host's memory.
@@ -302,7 +256,7 @@ class Advancer:
         at = (failed - 1) & (self._kept - 1)
         with self._lock:
             self._fetch()
-            one, program = _advance(failed - 1, self._seen[at].tolist()), self._programs[at]
+            one, program = advance_of_row(failed - 1, self._seen[at].tolist()), self._programs[at]
         name = "an operation" if program is None else f"the operation [{program.label}]"
         what = "its end"
         if one.missing is not None and program is not None and self._describe is not None:
@@ -386,8 +340,8 @@ class Advancer:
         *,
         arrives: bool,
     ) -> int:
-        code = _NOTHING if program is None else program.code
-        prepared = self._prepared.get(code) or self._prepare(code)
+        code = NOTHING if program is None else program.code
+        prepared = self._codes.get(code) or self._codes.prepare(code)
         handle = stream if type(stream) is int else self._handle(stream)
         with self._lock:
             if ticket is None:
@@ -413,49 +367,15 @@ class Advancer:
             return int(torch._C._cuda_getCurrentRawStream(self.device))  # noqa: SLF001
         return stream if isinstance(stream, int) else int(stream.cuda_stream)
 
-    def _prepare(self, code: Code) -> _Prepared:
-        count, call = len(code.words), ctypes.addressof(self._call)
-        size = next((size for size in _CODE_WORDS if count <= size), None)
-        keeps: Any
-        if size is None:
-            keeps, name = ctypes.c_uint64(self._far(code)), "far"
-        else:
-            keeps, name = (ctypes.c_int64 * size)(*code.words.tolist()), str(size)
-        arguments = (ctypes.c_void_p * 2)(call, ctypes.addressof(keeps))
-        prepared = _Prepared(
-            advance=self._kernels[f"advance_{name}"],
-            arrive=self._kernels[f"arrive_{name}"],
-            arguments=arguments,
-            keeps=keeps,
-        )
-        self._prepared[code] = prepared
-        return prepared
-
-    def _far(self, code: Code) -> int:
-        """Where the device finds a long code. Memory is taken in large pieces, the first at once:
-        while the driver makes some, kernels may not start that others wait for.
-        """
-        count = len(code.words)
-        if self._room < count:
-            self._room = max(count, _ROOM_WORDS)
-            self._room_at, self._words = self.memory.pinned(self._room)
-        begin = len(self._words) - self._room
-        self._words[begin : begin + count] = code.words
-        self._room -= count
-        return self._room_at + 8 * begin
-
     def _load_kernels(self) -> None:
         """Run each kernel once: loading one later may have to wait for all that run."""
-        for size in (1, *_CODE_WORDS, _CODE_WORDS[-1] + 1):
-            code = Code(np.resize(_NOTHING.words, size), (), ())
-            prepared = self._prepare(code)
+        for prepared in self._codes.samples():
             for entry in (prepared.arrive, prepared.advance):
                 self._driver_launch(
                     entry, 1, 1, 1, _LANES, 1, 1, 0, self.memory.stream, prepared.arguments, None
                 )  # fmt: skip
-            del self._prepared[code]
         self.memory.synchronize(self.memory.stream)
-        self.memory.clear(self._seen_at, 8 * self._kept * _SEEN_WORDS)
+        self.memory.clear(self._seen_at, 8 * self._kept * SEEN_WORDS)
 
     def _fetch(self) -> None:
         self.memory.fetch(self._seen_at, self._seen)
@@ -477,13 +397,6 @@ class Advancer:
         status = self._driver_launch(handle, 1, 1, 1, lanes, 1, 1, 0, stream, arguments, None)
         if status:
             raise _refused(status)
-
-
-def _advance(ticket: int, row: list[int]) -> Advance:
-    first, began, arrival, ready, end, status, missing, _ = row
-    late = (first & 0xFFFFFFFF ^ 1 << 31) - (1 << 31)
-    slot = slot_of_word(missing) if missing else None
-    return Advance(ticket, began, arrival, ready, end, end + late, Status(status), slot)
 
 
 def _refused(status: int) -> PluginError:

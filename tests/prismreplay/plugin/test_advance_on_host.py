@@ -28,7 +28,7 @@ from prismreplay.plugin.advance_code import (
     word_of_slot,
 )
 from prismreplay.plugin.advance_simulation import Running, Status
-from prismreplay.plugin.advancing import _advance
+from prismreplay.plugin.advances import advance_of_row
 
 KEPT = 8
 CALL = [
@@ -77,7 +77,7 @@ class Machine:
         return np.array([values[name] for name in CALL], np.int64)
 
     def outcome(self, ticket):
-        return _advance(ticket, self.seen[ticket % KEPT].tolist())
+        return advance_of_row(ticket, self.seen[ticket % KEPT].tolist())
 
     def run(self, *launches):
         """Operations side by side; (call, code)."""
