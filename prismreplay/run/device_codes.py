@@ -1,9 +1,7 @@
 """Codes for a device: which slots an operation's time follows from. No torch, no CUDA in here.
 
-The places of the boundary (a vertex and a round, `prismreplay.boundary.Place`) have slots in two
-tables (`prismreplay.plugin.advance_code`): operations of sandbox ranks in the SHARED one, where
-all ranks see when they are ready, junctions in each rank's OWN one. What is in the graph itself has
-slots of its own; those of repetitions of the last step are used again in a ring.
+The places of the boundary (a vertex and a round, `prismreplay.boundary.Place`) have slots
+(`prismreplay.run.device_slots`).
 
 An operation carries all junctions that it depends on and that no earlier one of its queue has: those
 of other queues may be held up by something that waits for this very operation. When a step is
@@ -16,99 +14,16 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 
-import numpy as np
-
-from prismreplay.boundary import ORIGIN, Boundary, Place, Repeat, VertexKind
+from prismreplay.boundary import ORIGIN, Boundary, Place, Repeat
 from prismreplay.errors import PlanError
 from prismreplay.plan import Known
-from prismreplay.plugin.advance_code import (
-    FIRST_LAP,
-    LAPS,
-    Code,
-    Final,
-    Item,
-    Kind,
-    Layout,
-    Slot,
-    Table,
-    encode,
-)
+from prismreplay.plugin.advance_code import Code, Final, Item, Kind, Slot, Table, encode
+from prismreplay.run.device_slots import PlaceSlots
 
 __all__ = ["AHEAD", "PlaceCodes"]
 
 AHEAD = 4
 """Rounds that operations of one queue may be ahead of those of another."""
-_LOOSE = 1024
-"""Arrivals kept for operations that may not be the ones that they seem to be."""
-
-
-class _Numbers:
-    """Where places lie in the tables."""
-
-    def __init__(
-        self,
-        boundary: Boundary,
-        members: Mapping[int, Sequence[int]],
-        repeat: Repeat | None,
-        ahead: int,
-    ) -> None:
-        junction = boundary.kind == VertexKind.JUNCTION
-        shared = ~junction
-        repeated = shared & (repeat.steps_before <= 0) if repeat else np.zeros_like(shared)
-        self.is_junction: list[bool] = junction.tolist()
-        self.repeated: list[bool] = repeated.tolist()
-        self.back = 0 if repeat is None else max(0, int(repeat.steps_before.max(initial=0)))
-        self.kept = self.back + ahead
-        """Rounds for which somebody may wait for a place of doubt, which depends on `back` more."""
-        # Lists: single numbers of arrays take long to get, and each launch gets some.
-        fixed_of = np.where(junction, np.cumsum(junction), np.cumsum(shared)) - 1
-        ring_of = np.where(junction, np.cumsum(junction), np.cumsum(repeated)) - 1
-        self._fixed: list[int] = fixed_of.tolist()
-        self._ring: list[int] = ring_of.tolist()
-        fixed, ring = int(shared.sum()), int(repeated.sum())
-        self._fixed_of: dict[tuple[int, int], int] = {}
-        self._ring_of: dict[tuple[int, int], int] = {}
-        for vertex, ranks in members.items():
-            if len(ranks) > 1:
-                for rank in ranks:
-                    self._fixed_of[vertex, rank] = fixed
-                    fixed += 1
-                    if repeated[vertex]:
-                        self._ring_of[vertex, rank] = ring
-                        ring += 1
-        junctions = int(junction.sum())
-        self._loose_at = junctions
-        self.layout = Layout(
-            rounds=self.kept + self.back + ahead,
-            fixed=(fixed, junctions + _LOOSE),
-            ring=(ring, junctions) if repeat else (0, 0),
-            period_ns=repeat.period_ns if repeat else 0,
-        )
-
-    def slot(self, place: Place, now: int) -> Slot:
-        """Of a vertex, for a code that runs in round `now`."""
-        vertex, round_ = place
-        table = Table.OWN if self.is_junction[vertex] else Table.SHARED
-        if round_ == 0:
-            return Slot(Kind.FIXED, table, self._fixed[vertex], FIRST_LAP)
-        if table is Table.SHARED and not self.repeated[vertex]:
-            raise PlanError(
-                f"vertex {vertex} of the plan lies before the step that is repeated",
-                hint="operations of earlier steps happen once",
-            )
-        return Slot(Kind.RING, table, self._ring[vertex], now - round_)
-
-    def arrival(self, place: Place, rank: int, now: int) -> Slot:
-        """Of a member's arrival at a vertex that several sandbox ranks meet at."""
-        vertex, round_ = place
-        if round_ == 0:
-            return Slot(Kind.FIXED, Table.SHARED, self._fixed_of[vertex, rank], FIRST_LAP)
-        return Slot(Kind.RING, Table.SHARED, self._ring_of[vertex, rank], now - round_)
-
-    def loose(self, number: int) -> Slot:
-        """Of an arrival that no place has for sure."""
-        lap, at = divmod(number, _LOOSE)
-        return Slot(Kind.FIXED, Table.OWN, self._loose_at + at, FIRST_LAP + lap % LAPS)
 
 
 @dataclass
@@ -178,8 +93,8 @@ class PlaceCodes:
         ahead: int = AHEAD,
     ) -> None:
         self._members, self._repeat, self._rank = members, repeat, rank
-        self._numbers = _Numbers(boundary, members, repeat, ahead)
-        self.layout = self._numbers.layout
+        self._slots = PlaceSlots(boundary, members, repeat, ahead)
+        self.layout = self._slots.layout
         self._sources, self._floors = _edges_of(boundary)
         self._queues: dict[Hashable, _Queue] = {}
         self._first = _Step()
@@ -240,7 +155,7 @@ class PlaceCodes:
         sandbox rank that depends on the one that was not the case hears of it with a later
         operation of this rank.
         """
-        slot = self._numbers.loose(self._loose_count)
+        slot = self._slots.loose(self._loose_count)
         self._loose_count += 1
         other, now = otherwise
         draft, nothing = _Draft(now), set[int]()
@@ -266,7 +181,7 @@ class PlaceCodes:
         self._loose = {
             place: slot
             for place, slot in self._loose.items()
-            if not 0 < place[1] < before_round - self._numbers.kept
+            if not 0 < place[1] < before_round - self._slots.kept
         }
 
     def place_of(self, slot: Slot, round_: int) -> Place | None:
@@ -274,16 +189,16 @@ class PlaceCodes:
         if slot.table is not Table.SHARED or slot.kind not in (Kind.FIXED, Kind.RING):
             return None
         when = 0 if slot.kind is Kind.FIXED else round_ - slot.lap
-        for vertex in range(1, len(self._numbers.is_junction)):
+        for vertex in range(1, len(self._slots.is_junction)):
             place = vertex, when
-            if self._numbers.is_junction[vertex]:
+            if self._slots.is_junction[vertex]:
                 continue
-            if when and not self._numbers.repeated[vertex]:
+            if when and not self._slots.repeated[vertex]:
                 continue
             ranks = self._members.get(vertex, ())
-            slots = [self._numbers.slot(place, round_)]
+            slots = [self._slots.slot(place, round_)]
             if len(ranks) > 1:
-                slots += [self._numbers.arrival(place, rank, round_) for rank in ranks]
+                slots += [self._slots.arrival(place, rank, round_) for rank in ranks]
             if slot in slots:
                 return place
         return None
@@ -291,7 +206,7 @@ class PlaceCodes:
     def _queue(self, queue: Hashable, round_: int) -> _Queue:
         at = self._queues.get(queue)
         if at is None or at.round_ != round_:
-            repeats = round_ > self._numbers.back
+            repeats = round_ > self._slots.back
             at = _Queue(round_, self._first if repeats else None, None if repeats else set())
             self._queues[queue] = at
         return at
@@ -343,7 +258,7 @@ class PlaceCodes:
         for vertex in vertices:
             place = vertex, round_
             if len(self._members.get(vertex, ())) > 1:
-                arrivals.append(self._numbers.arrival(place, self._rank, draft.now))
+                arrivals.append(self._slots.arrival(place, self._rank, draft.now))
             self._loose.pop(place, None)
             for source in self._sources_of(place):
                 self._need(draft, source[0], computed)
@@ -374,7 +289,7 @@ class PlaceCodes:
             self._add(draft, place)
 
     def _is_computed_here(self, draft: _Draft, place: Place, computed: set[int]) -> bool:
-        if self._numbers.is_junction[place[0]]:
+        if self._slots.is_junction[place[0]]:
             return place[1] != draft.now or place[0] not in computed
         return place in self._loose
 
@@ -386,28 +301,28 @@ class PlaceCodes:
         ranks = self._members.get(vertex, ())
         if len(ranks) > 1:
             others = (rank for rank in ranks if not (own and rank == self._rank))
-            terms += [(self._numbers.arrival(place, rank, draft.now), 0) for rank in others]
+            terms += [(self._slots.arrival(place, rank, draft.now), 0) for rank in others]
         elif place in self._loose:
             terms.append((self._loose[place], 0))
         floor = self._floor(place)
         if floor is not None:
             floor += (round_ - draft.now) * self.layout.period_ns
         draft.number[place] = len(draft.items)
-        target = self._numbers.slot(place, draft.now)
+        target = self._slots.slot(place, draft.now)
         draft.items.append(Item(tuple(terms), target, floor, own, final))
-        if self._numbers.is_junction[vertex] and round_ == draft.now:
+        if self._slots.is_junction[vertex] and round_ == draft.now:
             draft.junctions.append(vertex)
 
     def _term(self, draft: _Draft, source: Place, weight: int) -> tuple[Slot, int]:
         number = draft.number.get(source)
         if number is not None:
             return Slot(Kind.LOCAL, Table.OWN, number), weight
-        return self._numbers.slot(source, draft.now), weight
+        return self._slots.slot(source, draft.now), weight
 
     def _sources_of(self, place: Place) -> Iterator[tuple[Place, int]]:
         vertex, round_ = place
         for source, weight in self._sources[vertex]:
-            if self._repeat is None or self._numbers.is_junction[source]:
+            if self._repeat is None or self._slots.is_junction[source]:
                 yield (source, round_), weight
                 continue
             before = self._repeat.source(source, round_)
