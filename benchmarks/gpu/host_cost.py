@@ -292,6 +292,7 @@ def watch_emulation(pieces: Pieces) -> bool:
     import torch
 
     from prismreplay.plugin.advancing import Advancer
+    from prismreplay.plugin.prepared_codes import PreparedCodes
     from prismreplay.run import device_role
     from prismreplay.run.device_codes import PlaceCodes
     from prismreplay.run.device_pacing import PlanPacer
@@ -317,7 +318,8 @@ def watch_emulation(pieces: Pieces) -> bool:
     watch(PlanPacer, "arrive", "hold", "_programs", "_begin", "_look")
     watch(DevicePlan, "program", "is_boundary", "batch")
     watch(PlaceCodes, "code", "_arrive", "_encoded")
-    watch(Advancer, "check", "arrive", "launch", "_start", "_prepare", "__init__", "begin")
+    watch(Advancer, "check", "arrive", "launch", "_start", "__init__", "begin")
+    watch(PreparedCodes, "prepare")
     watch(PrismProcessGroup, "_issue")
     watch_recording_of_runs(pieces)
     watch(torch, "add")
