@@ -111,7 +111,8 @@ def watch_recording(pieces: Pieces) -> None:
     """All that a recorded operation goes through."""
     import torch
 
-    from prismreplay.runtime import process_group, recording
+    from prismreplay.runtime import call_sequence, process_group, recording
+    from prismreplay.runtime.call_sequence import CallSequence
     from prismreplay.runtime.cuda_streams import CudaDevices
     from prismreplay.runtime.device_time import Timeline
     from prismreplay.runtime.futures import FutureQueue, PendingFuture
@@ -124,8 +125,10 @@ def watch_recording(pieces: Pieces) -> None:
     from prismtrace.recorder import SpanWriter
 
     watch = pieces.watch
-    watch(PrismProcessGroup, "allreduce", "_issue", "_on_real", "_number")
-    watch(process_group, "spec_of", "payload_bytes", "reduction", "plain", "Op")
+    watch(PrismProcessGroup, "allreduce", "_on_real")
+    watch(CallSequence, "issue", "_number")
+    watch(process_group, "plain")
+    watch(call_sequence, "spec_of", "payload_bytes", "reduction", "Op")
     watch(GraphRecorder, "issued", "waiting", "waited", "_add_segment", "_enqueue", "_go_on")
     watch(Lanes, "find")
     watch(SpanWriter, "add", "amend")
@@ -303,7 +306,7 @@ def watch_emulation(pieces: Pieces) -> bool:
     from prismreplay.run.device_uses import GroupUses
     from prismreplay.run.device_work import DeviceWork, Launcher
     from prismreplay.run.following import GraphFollower
-    from prismreplay.runtime.process_group import PrismProcessGroup
+    from prismreplay.runtime.call_sequence import CallSequence
 
     watch = pieces.watch
     watch(DeviceRole, "submit", "_launch", "_perform", "_way", "_computes", "_compute")
@@ -320,7 +323,7 @@ def watch_emulation(pieces: Pieces) -> bool:
     watch(PlaceCodes, "code", "_arrive", "_encoded")
     watch(Advancer, "check", "arrive", "launch", "_start", "__init__", "begin")
     watch(PreparedCodes, "prepare")
-    watch(PrismProcessGroup, "_issue")
+    watch(CallSequence, "issue")
     watch_recording_of_runs(pieces)
     watch(torch, "add")
     return True

@@ -3,14 +3,13 @@
 A Python subclass of `torch.distributed.ProcessGroup`. Python code calls its methods directly;
 C++ code (`DistributedDataParallel`'s reducer, functional collectives) reaches them through
 torch's trampoline. Both spellings of what torch 2.13 renamed are here. Every entry point becomes
-one `Op` with flat lists of tensors, is told to the observer and handed to the role. Methods of
-torch's class that mean nothing here raise an error that names them: nothing falls through to
-the C++ base class, which has no backend and may crash.
+one `Op` with flat lists of tensors, is told to the observer and handed to the role
+(`prismreplay.runtime.call_sequence`). Methods of torch's class that mean nothing here raise an
+error that names them (`prismreplay.runtime.refusals`).
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from prismreplay.errors import UnsupportedOperationError
 from prismreplay.runtime.call_arguments import (
     as_list,
     as_lists,
@@ -31,10 +29,12 @@ from prismreplay.runtime.call_arguments import (
     reduction_of,
     root_of,
 )
+from prismreplay.runtime.call_sequence import CallSequence
 from prismreplay.runtime.futures import FutureQueue
-from prismreplay.runtime.operations import Call, Group, Op
-from prismreplay.runtime.payloads import calling_line, payload_bytes, plain, reduction, spec_of
+from prismreplay.runtime.operations import Call, Group
+from prismreplay.runtime.payloads import plain
 from prismreplay.runtime.real_groups import group_of
+from prismreplay.runtime.refusals import refuse_all_others
 from prismreplay.runtime.roles import GraphObserver, Role
 from prismreplay.runtime.virtual_backend import VirtualBackend
 from prismreplay.runtime.works import Batch, JointWork, PrismWork, RealBatch, RealDone
@@ -44,13 +44,11 @@ __all__ = ["PrismProcessGroup"]
 Tensor = Any
 Tensors = Sequence[Any]
 
-_batch_numbers = itertools.count()
-
-
 living: weakref.WeakSet[PrismProcessGroup] = weakref.WeakSet()
 """The groups of this process."""
 
 
+@refuse_all_others
 class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
     """A group of ranks whose communications go to the run's role.
 
@@ -87,11 +85,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         self._store = store
         self._options = options
         self._bound_device: Any = None
-        self._collectives = itertools.count()
-        self._messages: dict[tuple[Call, int, int], int] = {}
-        self._batch: Batch | None = None
-        self._wants_sites = bool(getattr(role, "wants_sites", False))
-        self._batch_over: Callable[[int], None] | None = getattr(role, "batch_over", None)
+        self._calls = CallSequence(group, role, observer, futures)
         role.join(group)
         observer.joined(group)
         living.add(self)
@@ -205,7 +199,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         """Numbers start at 0 on every member."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return int(repr(self._collectives).removeprefix("count(").removesuffix(")"))
+        return self._calls.collectives
 
     def _has_hooks(self) -> bool:
         return False
@@ -270,74 +264,16 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
             # Roles look at the options, as whether the program goes on meanwhile.
             return partial(_no_real_group, *arguments, **named)
         perform = partial(getattr(self.real, method), *arguments, **named)
-        if self._batch is None or self._batch.real is None:
+        batch = self._calls.batch
+        if batch is None or batch.real is None:
             return perform
-        joint = self._batch.real
+        joint = batch.real
 
         def launch() -> Any:
             perform()
             return joint
 
         return launch
-
-    def _issue(
-        self,
-        call: Call,
-        inputs: Tensors,
-        outputs: Tensors,
-        perform: Callable[[], Any],
-        *,
-        peer: int | None = None,
-        tag: int = 0,
-        root: int | None = None,
-        op: Any = None,
-        splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
-    ) -> PrismWork:
-        """Number and describe a communication, tell the observer, hand it to the role."""
-        group = self.group
-        shapes_in = tuple([spec_of(tensor) for tensor in inputs])
-        shapes_out = (
-            shapes_in if inputs is outputs else tuple([spec_of(tensor) for tensor in outputs])
-        )
-        reduce_op, factor = (None, None) if op is None else reduction(op)
-        specs = shapes_in or shapes_out
-        described = Op(
-            call=call,
-            group=group,
-            seq=self._number(call, peer, tag),
-            inputs=shapes_in,
-            outputs=shapes_out,
-            payload_bytes=payload_bytes(call, group.size, shapes_in, shapes_out),
-            dtype=specs[0].dtype if specs else None,
-            root=None if root is None else group.ranks[root],
-            peer=None if peer is None else group.ranks[peer],
-            tag=tag,
-            reduce_op=reduce_op,
-            premul_factor=factor,
-            input_splits=tuple(splits[1]),
-            output_splits=tuple(splits[0]),
-            batch=None if self._batch is None else self._batch.number,
-            site=calling_line() if self._wants_sites else "",
-        )
-        token = self._observer.issued(described)
-        pending = self._role.submit(described, inputs, outputs, perform)
-        work = PrismWork(
-            described, pending, token, self._observer, outputs, self._futures, self._batch
-        )
-        if self._batch is not None:
-            self._batch.works.append(work)
-        return work
-
-    def _number(self, call: Call, peer: int | None, tag: int) -> int | None:
-        if call is not Call.SEND and call is not Call.RECV:
-            return next(self._collectives)
-        if peer is None:
-            return None
-        pair = (call, peer, tag)
-        count = self._messages.get(pair, 0)
-        self._messages[pair] = count + 1
-        # Messages with different tags may overtake each other: each tag has numbers of its own.
-        return (tag << 32) + count
 
     def _root_only(self, root: int, tensors: Tensors) -> Tensors:
         return tensors if root == self.group.rank else ()
@@ -349,13 +285,13 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         perform = self._on_real("allreduce", tensors, *more, **named)
         flat = [plain(tensor) for tensor in as_list(tensors)]
         op = reduction_of(chosen(more, named, "opts", "op"))
-        return self._issue(Call.ALL_REDUCE, flat, flat, perform, op=op)
+        return self._calls.issue(Call.ALL_REDUCE, flat, flat, perform, op=op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> PrismWork:
         """Reduce several tensors onto all in one operation; in place."""
         perform = self._on_real("allreduce_coalesced", tensors, *if_given(opts))
         flat = [plain(tensor) for tensor in tensors]
-        return self._issue(Call.ALL_REDUCE, flat, flat, perform, op=reduction_of(opts))
+        return self._calls.issue(Call.ALL_REDUCE, flat, flat, perform, op=reduction_of(opts))
 
     def broadcast(self, tensors: Any, *more: Any, **named: Any) -> PrismWork:
         """Copy the root's tensors to all."""
@@ -363,7 +299,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         flat = [plain(tensor) for tensor in as_list(tensors)]
         root = root_of(chosen(more, named, "opts", "root"))
         sent = self._root_only(root, flat)
-        return self._issue(Call.BROADCAST, sent, flat, perform, root=root)
+        return self._calls.issue(Call.BROADCAST, sent, flat, perform, root=root)
 
     def reduce(self, tensors: Any, *more: Any, **named: Any) -> PrismWork:
         """Reduce onto the root; in place there."""
@@ -373,14 +309,14 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         root = root_of(given)
         op = chosen(more[1:], named, "op") if isinstance(given, int) else given
         kept = self._root_only(root, flat)
-        return self._issue(Call.REDUCE, flat, kept, perform, root=root, op=reduction_of(op))
+        return self._calls.issue(Call.REDUCE, flat, kept, perform, root=root, op=reduction_of(op))
 
     def allgather(self, outputs: Any, inputs: Any, *more: Any, **named: Any) -> PrismWork:
         """Every member's tensor to all, into lists."""
         perform = self._on_real("allgather", outputs, inputs, *more, **named)
         got = [plain(tensor) for some in as_lists(outputs, inputs) for tensor in some]
         sent = [plain(tensor) for tensor in as_list(inputs)]
-        return self._issue(Call.ALL_GATHER, sent, got, perform)
+        return self._calls.issue(Call.ALL_GATHER, sent, got, perform)
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
@@ -389,12 +325,12 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         perform = self._on_real("allgather_coalesced", outputs, inputs, *if_given(opts))
         flat = [plain(some[index]) for index in range(len(inputs)) for some in outputs]
         sent = [plain(tensor) for tensor in inputs]
-        return self._issue(Call.ALL_GATHER, sent, flat, perform)
+        return self._calls.issue(Call.ALL_GATHER, sent, flat, perform)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> PrismWork:
         """Every member's tensor to all, into one tensor."""
         perform = self._on_real(installed_name("all_gather_single"), output, input, *if_given(opts))
-        return self._issue(Call.ALL_GATHER_SINGLE, [plain(input)], [plain(output)], perform)
+        return self._calls.issue(Call.ALL_GATHER_SINGLE, [plain(input)], [plain(output)], perform)
 
     all_gather_single = _allgather_base
 
@@ -405,7 +341,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         method = installed_name("all_gather_single_coalesced")
         perform = self._on_real(method, outputs, inputs, *if_given(opts))
         sent, got = [plain(tensor) for tensor in inputs], [plain(tensor) for tensor in outputs]
-        return self._issue(Call.ALL_GATHER_SINGLE, sent, got, perform)
+        return self._calls.issue(Call.ALL_GATHER_SINGLE, sent, got, perform)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -416,7 +352,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         lists = as_lists(outputs, inputs)
         got = self._root_only(root, [plain(tensor) for some in lists for tensor in some])
         sent = [plain(tensor) for tensor in as_list(inputs)]
-        return self._issue(Call.GATHER, sent, got, perform, root=root)
+        return self._calls.issue(Call.GATHER, sent, got, perform, root=root)
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> PrismWork:
         """Every member's tensor to the root, into one tensor (torch >= 2.14)."""
@@ -425,7 +361,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         got = self._root_only(
             root, parts_of(plain(output), self.group.size) if output is not None else ()
         )
-        return self._issue(Call.GATHER, [plain(input)], got, perform, root=root)
+        return self._calls.issue(Call.GATHER, [plain(input)], got, perform, root=root)
 
     def scatter(self, outputs: Any, inputs: Any, *more: Any, **named: Any) -> PrismWork:
         """One tensor from the root to each member."""
@@ -434,7 +370,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         lists = as_lists(inputs, outputs)
         sent = self._root_only(root, [plain(tensor) for some in lists for tensor in some])
         got = [plain(tensor) for tensor in as_list(outputs)]
-        return self._issue(Call.SCATTER, sent, got, perform, root=root)
+        return self._calls.issue(Call.SCATTER, sent, got, perform, root=root)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, *more: Any, **named: Any) -> PrismWork:
         """Reduce lists of tensors; each member keeps one."""
@@ -442,7 +378,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         sent = [plain(tensor) for some in as_lists(inputs, outputs) for tensor in some]
         got = [plain(tensor) for tensor in as_list(outputs)]
         op = reduction_of(chosen(more, named, "opts", "op"))
-        return self._issue(Call.REDUCE_SCATTER, sent, got, perform, op=op)
+        return self._calls.issue(Call.REDUCE_SCATTER, sent, got, perform, op=op)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> PrismWork:
         """Reduce a tensor; each member keeps its part."""
@@ -450,7 +386,9 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
             installed_name("reduce_scatter_single"), output, input, *if_given(opts)
         )
         sent, got = [plain(input)], [plain(output)]
-        return self._issue(Call.REDUCE_SCATTER_SINGLE, sent, got, perform, op=reduction_of(opts))
+        return self._calls.issue(
+            Call.REDUCE_SCATTER_SINGLE, sent, got, perform, op=reduction_of(opts)
+        )
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -461,7 +399,9 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         method = installed_name("reduce_scatter_single_coalesced")
         perform = self._on_real(method, outputs, inputs, *if_given(opts))
         sent, got = [plain(tensor) for tensor in inputs], [plain(tensor) for tensor in outputs]
-        return self._issue(Call.REDUCE_SCATTER_SINGLE, sent, got, perform, op=reduction_of(opts))
+        return self._calls.issue(
+            Call.REDUCE_SCATTER_SINGLE, sent, got, perform, op=reduction_of(opts)
+        )
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -484,7 +424,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
             *if_given(opts),
         )
         splits = (output_splits, input_splits)
-        return self._issue(
+        return self._calls.issue(
             Call.ALL_TO_ALL_SINGLE, [plain(input)], [plain(output)], perform, splits=splits
         )
 
@@ -494,11 +434,11 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         """One tensor to every member and one from every member."""
         perform = self._on_real("alltoall", outputs, inputs, *if_given(opts))
         sent, got = [plain(tensor) for tensor in inputs], [plain(tensor) for tensor in outputs]
-        return self._issue(Call.ALL_TO_ALL, sent, got, perform)
+        return self._calls.issue(Call.ALL_TO_ALL, sent, got, perform)
 
     def barrier(self, *more: Any, **named: Any) -> PrismWork:
         """Nobody goes on before all are here."""
-        return self._issue(Call.BARRIER, (), (), self._on_real("barrier", *more, **named))
+        return self._calls.issue(Call.BARRIER, (), (), self._on_real("barrier", *more, **named))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names who is missing; in a run of ours that is the run's task."""
@@ -510,7 +450,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
                 checked()
                 return RealDone()
 
-        self._issue(Call.BARRIER, (), (), perform).wait()
+        self._calls.issue(Call.BARRIER, (), (), perform).wait()
 
     # ---- point to point -------------------------------------------------------------------
 
@@ -535,31 +475,20 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         if self.backend_for(flat[0].device.type) == "nccl":
             tag = 0
         sent, got = (flat, ()) if call is Call.SEND else ((), flat)
-        return self._issue(call, sent, got, perform, peer=peer, tag=tag)
+        return self._calls.issue(call, sent, got, perform, peer=peer, tag=tag)
 
     # ---- batches --------------------------------------------------------------------------
 
     @contextmanager
     def batched(self, device: Any) -> Iterator[Batch]:
         """Operations issued inside are one launch."""
-        if self._batch is not None:
-            raise UnsupportedOperationError(
-                "a coalesced launch within another one", where=f"group={self.group.name}"
-            )
         coalesces = self.real is not None and self._get_backend(device).supports_coalescing
-        batch = self._batch = Batch(next(_batch_numbers), RealBatch() if coalesces else None)
-        try:
+        with self._calls.batched(RealBatch() if coalesces else None) as batch:
             if batch.real is not None:
                 self.real._start_coalescing(device)  # noqa: SLF001
             yield batch
             if batch.real is not None:
                 batch.real.launched(self.real._end_coalescing(device))  # noqa: SLF001
-            if self._batch_over is not None:
-                self._batch_over(batch.number)
-        finally:
-            self._batch, batch.open = None, False
-            for work in batch.works:
-                work.leave_batch()
 
     def joined(self, batch: Batch) -> JointWork:
         """One handle for all operations of a batch."""
@@ -570,7 +499,7 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         self._open_batch.__enter__()
 
     def _end_coalescing(self, device: Any) -> JointWork:  # noqa: ARG002
-        batch = self._batch
+        batch = self._calls.batch
         if batch is None:
             message = "no coalesced launch is open"
             raise RuntimeError(message)
@@ -581,31 +510,3 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
 def _no_real_group(*_arguments: Any, **_named: Any) -> Any:
     message = "the group was shut down, or this role did not ask for real groups"
     raise RuntimeError(message)
-
-
-# What may stay as torch has it: it works without a backend.
-_INHERITED = frozenset({"boxed", "unbox", "use_pg_for_symm_mem_rendezvous"})
-
-
-def _refusal(method: str) -> Callable[..., Any]:
-    def refuse(self: PrismProcessGroup, *_arguments: Any, **_keywords: Any) -> Any:
-        raise UnsupportedOperationError(
-            f"ProcessGroup.{method}",
-            where=f"group={self.group.name}",
-            hint="docs/reference/communication.md lists what is covered",
-        )
-
-    refuse.__name__ = method
-    return refuse
-
-
-for _method in dir(ProcessGroup):
-    if (
-        not _method.startswith("__")
-        and _method not in _INHERITED
-        and _method != "_pybind11_conduit_v1_"
-        and _method not in vars(PrismProcessGroup)
-        and callable(getattr(ProcessGroup, _method))
-        and not isinstance(getattr(ProcessGroup, _method), type)
-    ):
-        setattr(PrismProcessGroup, _method, _refusal(_method))
