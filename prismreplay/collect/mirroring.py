@@ -16,6 +16,7 @@ import torch
 
 from prismreplay.collect.client import CollectRole
 from prismreplay.runtime.operations import Call, Op
+from prismreplay.runtime.own_parts import mirror
 from prismreplay.runtime.roles import Pending
 from prismreplay.tensors.scope import is_large
 
@@ -59,8 +60,6 @@ class MirroringRole(CollectRole):
         """See `prismreplay.runtime.roles.Role`."""
         if op.call not in _ALIKE or not is_large(op, self._above):
             return super().submit(op, inputs, outputs, call)
-        from prismreplay.run.device_numerics import mirror
-
         with torch.no_grad():
             # On the program's own stream, before whatever it does next.
             mirror(op, inputs, [one.data for one in outputs], torch.Tensor.zero_)

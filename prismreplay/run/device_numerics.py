@@ -1,8 +1,8 @@
 """What an operation gives a rank, computed where its tensors are. Nothing is allocated in here.
 
-Own inputs, and the virtual members' part: given (`combine`), or made from the rank's own
-(`mirror`) or from numbers (`make_up`). As NCCL does, outputs are written in place, and autograd does
-not hear of it. The functions work on tensors of any device.
+Own inputs, and the virtual members' part: given (`combine`) or made from numbers (`make_up`); with
+nothing but own inputs, see `prismreplay.runtime.own_parts`. As NCCL does, outputs are written in
+place, and autograd does not hear of it. The functions work on tensors of any device.
 """
 
 from __future__ import annotations
@@ -12,26 +12,15 @@ from typing import Any
 
 import torch
 
-from prismreplay.run.device_shares import REDUCTIONS, Piece, pieces_of, row_cuts
-from prismreplay.runtime.operations import Call, Op
+from prismreplay.run.device_shares import Piece, pieces_of
+from prismreplay.runtime.operations import REDUCTIONS, Op
+from prismreplay.runtime.own_parts import Fill, own_input, place_own
 from prismtrace.schema import ReduceOp
 
-__all__ = [
-    "alone",
-    "combine",
-    "elementwise",
-    "fill_from",
-    "make_up",
-    "mirror",
-    "place_own",
-    "put_pieces",
-    "rows_of",
-]
+__all__ = ["combine", "elementwise", "make_up", "put_pieces"]
 
 Tensor = Any
 Tensors = Sequence[Any]
-Fill = Callable[[Tensor], None]
-"""Fills a tensor, in place."""
 
 
 def combine(
@@ -49,7 +38,7 @@ def combine(
     if op.call in REDUCTIONS:
         for piece, one in zip(pieces, given, strict=True):
             out = outputs[piece.output]
-            _reduce(op, _own_input(op, inputs, piece.output), one.view(out.shape), out)
+            _reduce(op, own_input(op, inputs, piece.output), one.view(out.shape), out)
         return
     put_pieces(outputs, pieces, given)
     place_own(op, inputs, outputs)
@@ -63,52 +52,6 @@ def put_pieces(outputs: Tensors, pieces: Sequence[Piece], given: Tensors) -> Non
             out.copy_(one.view(out.shape))
         else:
             out.view(-1)[piece.start : piece.start + piece.elements].copy_(one)
-
-
-def alone(op: Op, inputs: Tensors, outputs: Tensors) -> None:
-    """The operation in a group of nobody else."""
-    if op.call in REDUCTIONS:
-        for number, out in enumerate(outputs):
-            own = _own_input(op, inputs, number)
-            if own.data_ptr() != out.data_ptr():
-                out.copy_(own.view(out.shape))
-            if op.reduce_op is ReduceOp.PREMUL_SUM and op.premul_factor is not None:
-                out.mul_(op.premul_factor)
-    else:
-        place_own(op, inputs, outputs)
-
-
-def mirror(
-    op: Op, inputs: Tensors, outputs: Tensors, noise: Fill, *, multiply: bool = True
-) -> None:
-    """Make outputs as if every partner gave what this rank does.
-
-    Sums are so many times the own share; what the rank has nothing to give for (messages, a root's
-    tensors that are scattered) is noise; what a root broadcasts is what the rank has there already.
-
-    Args:
-        op: as the rank issued it.
-        inputs: its own.
-        outputs: to be written.
-        noise: fills a tensor with numbers that come from nowhere.
-        multiply: False: sums are the rank's own share.
-    """
-    if op.call in REDUCTIONS:
-        for number, out in enumerate(outputs):
-            own = _own_input(op, inputs, number)
-            if own.data_ptr() != out.data_ptr():
-                out.copy_(own.view(out.shape))
-            if multiply:
-                _repeat(op, out)
-    elif op.call is Call.RECV or (op.call is Call.SCATTER and not inputs):
-        for out in outputs:
-            noise(out)
-    elif op.call in (Call.ALL_GATHER, Call.GATHER, Call.ALL_GATHER_SINGLE):
-        _gather_own(op, inputs, outputs)
-    elif op.call in (Call.ALL_TO_ALL, Call.ALL_TO_ALL_SINGLE):
-        _mirror_exchange(op, inputs, outputs)
-    elif op.call is not Call.BROADCAST:
-        place_own(op, inputs, outputs)
 
 
 def make_up(op: Op, inputs: Tensors, outputs: Tensors, fill: Fill) -> None:
@@ -126,43 +69,6 @@ def make_up(op: Op, inputs: Tensors, outputs: Tensors, fill: Fill) -> None:
             else out.view(-1)[piece.start : piece.start + piece.elements]
         )
     place_own(op, inputs, outputs)
-
-
-def place_own(op: Op, inputs: Tensors, outputs: Tensors) -> None:
-    """Put the rank's own part of outputs that are moved, not reduced, in its place."""
-    me, size = op.group.rank, op.group.size
-    if not inputs or not outputs:
-        return
-    if op.call in (Call.ALL_GATHER, Call.GATHER):
-        for number, own in enumerate(inputs):
-            _copy(outputs[number * size + me], own)
-    elif op.call is Call.ALL_GATHER_SINGLE:
-        for out, own in zip(outputs, inputs, strict=True):
-            count = own.numel()
-            _copy(out.view(-1)[me * count : (me + 1) * count], own.view(-1))
-    elif op.call is Call.ALL_TO_ALL:
-        _copy(outputs[me], inputs[me])
-    elif op.call is Call.ALL_TO_ALL_SINGLE:
-        source, target = (
-            rows_of(inputs[0], op.input_splits, size),
-            rows_of(outputs[0], op.output_splits, size),
-        )
-        _copy(target[me], source[me])
-    elif op.call is Call.SCATTER:
-        _copy(outputs[0], inputs[me])
-
-
-# --- reductions ----------------------------------------------------------------------------
-
-
-def _own_input(op: Op, inputs: Tensors, number: int) -> Tensor:
-    """The part of the rank's inputs that goes into an output."""
-    if op.call is Call.REDUCE_SCATTER:
-        return inputs[op.group.rank]
-    if op.call is Call.REDUCE_SCATTER_SINGLE:
-        count = op.outputs[number].elements
-        return inputs[number].view(-1)[op.group.rank * count : (op.group.rank + 1) * count]
-    return inputs[number]
 
 
 def _reduce(op: Op, own: Tensor, given: Tensor, out: Tensor) -> None:
@@ -200,72 +106,3 @@ def elementwise(op: Op) -> Callable[..., Any]:
     """What reduces two tensors into a third (`out`); sums of any kind add."""
     found: Callable[..., Any] = _ELEMENTWISE.get(op.reduce_op or ReduceOp.SUM, torch.add)
     return found
-
-
-def _repeat(op: Op, out: Tensor) -> None:
-    """The reduction of as many copies of `out` as there are members, in its place."""
-    how, size = op.reduce_op or ReduceOp.SUM, op.group.size
-    if out.dtype is torch.bool:
-        if how is ReduceOp.BXOR and size % 2 == 0:
-            out.zero_()
-    elif how is ReduceOp.SUM:
-        out.mul_(size)
-    elif how is ReduceOp.PREMUL_SUM:
-        out.mul_(size * (op.premul_factor or 1.0))
-    elif how is ReduceOp.PRODUCT:
-        out.pow_(size)
-    elif how is ReduceOp.BXOR and size % 2 == 0:
-        out.zero_()
-
-
-# --- moving data ---------------------------------------------------------------------------
-
-
-def _copy(out: Tensor, own: Tensor) -> None:
-    if own.data_ptr() != out.data_ptr() or own.numel() == 0:
-        out.copy_(own.view(out.shape))
-
-
-def rows_of(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
-    """Parts of a tensor that is cut along its first dimension, each flat."""
-    cuts = row_cuts(tuple(tensor.shape), splits, size)
-    flat = tensor.view(-1)
-    return [flat[cuts[one] : cuts[one + 1]] for one in range(size)]
-
-
-def _gather_own(op: Op, inputs: Tensors, outputs: Tensors) -> None:
-    size = op.group.size
-    if op.call is Call.ALL_GATHER_SINGLE:
-        for out, own in zip(outputs, inputs, strict=True):
-            # Where the input lies in the output, it is written to with what is there.
-            out.view(size, -1).copy_(own.view(1, -1).expand(size, -1))
-        return
-    for number, out in enumerate(outputs):
-        fill_from(out.view(-1), inputs[number // size].view(-1))
-
-
-def _mirror_exchange(op: Op, inputs: Tensors, outputs: Tensors) -> None:
-    """Every partner sends this rank what it sends itself."""
-    me, size = op.group.rank, op.group.size
-    if op.call is Call.ALL_TO_ALL:
-        targets = [out.view(-1) for out in outputs]
-        mine = inputs[me].view(-1)
-    else:
-        targets = rows_of(outputs[0], op.output_splits, size)
-        mine = rows_of(inputs[0], op.input_splits, size)[me]
-        if not op.output_splits and not op.input_splits:
-            outputs[0].view(size, -1).copy_(mine.view(1, -1).expand(size, -1))
-            return
-    for target in targets:
-        fill_from(target, mine)
-
-
-def fill_from(target: Tensor, source: Tensor) -> None:
-    """As many elements as there are; the rest is zero."""
-    count = min(target.numel(), source.numel())
-    if count == target.numel():
-        if target.data_ptr() != source.data_ptr() or not count:
-            target.copy_(source[:count])
-        return
-    target[:count].copy_(source[:count])
-    target[count:].zero_()

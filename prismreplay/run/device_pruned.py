@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from prismreplay.run.device_numerics import elementwise, fill_from, place_own, put_pieces, rows_of
+from prismreplay.run.device_numerics import elementwise, put_pieces
 from prismreplay.run.device_shares import Piece
-from prismreplay.runtime.operations import Call, Op
+from prismreplay.runtime.operations import MESSAGES, Call, Op
+from prismreplay.runtime.own_parts import fill_from, place_own, rows_of
 from prismtrace.schema import ReduceOp
 
 __all__ = ["PrunedGroup"]
@@ -72,7 +73,7 @@ class PrunedGroup:
             pieces: of the outputs, those that virtual members give.
             given: flat tensors of their elements, if this rank needs them; None: mirror.
         """
-        if op.call in (Call.SEND, Call.RECV):
+        if op.call in MESSAGES:
             self._message(op, inputs, outputs)
         elif op.call in (Call.ALL_REDUCE, Call.REDUCE):
             self._reduce(op, inputs, outputs, given)

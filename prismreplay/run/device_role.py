@@ -21,7 +21,7 @@ import torch
 from prismreplay.collect.handover import bytes_of
 from prismreplay.errors import PlanError
 from prismreplay.run.device_fetching import Fetcher
-from prismreplay.run.device_numerics import alone, combine, mirror
+from prismreplay.run.device_numerics import combine
 from prismreplay.run.device_pruned import PrunedGroup
 from prismreplay.run.device_shares import Piece, pieces_of
 from prismreplay.run.device_sources import (
@@ -43,6 +43,7 @@ from prismreplay.run.role import SandboxRole
 from prismreplay.runtime.device_clock import StreamKey
 from prismreplay.runtime.device_time import Timeline
 from prismreplay.runtime.operations import MESSAGES, Call, Group, Op
+from prismreplay.runtime.own_parts import alone, mirror
 from prismreplay.runtime.recording import RecordRole
 from prismreplay.runtime.roles import Pending
 from prismtrace.schema import ReduceOp

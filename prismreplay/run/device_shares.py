@@ -16,16 +16,13 @@ import torch
 from prismreplay.collect.handover import Parcel, ParcelWriter, Place, torch_dtype
 from prismreplay.collect.matching import Request
 from prismreplay.run.virtual_members import VirtualMembers
-from prismreplay.runtime.operations import Call, Op
+from prismreplay.runtime.operations import REDUCTIONS, Call, Op
+from prismreplay.runtime.own_parts import row_cuts
 from prismtrace.schema import ReduceOp
 
-__all__ = ["REDUCTIONS", "Piece", "pieces_of", "share_of"]
+__all__ = ["Piece", "pieces_of", "share_of"]
 
 Tensor = Any
-
-REDUCTIONS = frozenset(
-    {Call.ALL_REDUCE, Call.REDUCE, Call.REDUCE_SCATTER, Call.REDUCE_SCATTER_SINGLE}
-)
 
 
 class Piece(NamedTuple):
@@ -70,18 +67,6 @@ def pieces_of(op: Op, members: Sequence[int]) -> list[Piece]:
         for number in range(inputs)
         for one in members
     ]
-
-
-def row_cuts(shape: Sequence[int], splits: Sequence[int], size: int) -> list[int]:
-    """Where the parts of a tensor that is cut along its first dimension begin, in elements."""
-    rows = shape[0] if shape else 1
-    each = 1
-    for extent in shape[1:]:
-        each *= extent
-    cuts = [0]
-    for count in splits or (rows // size,) * size:
-        cuts.append(cuts[-1] + count * each)
-    return cuts
 
 
 def share_of(

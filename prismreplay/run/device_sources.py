@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from prismreplay.errors import TensorRulesError
-from prismreplay.run.device_numerics import make_up, mirror
+from prismreplay.run.device_numerics import make_up
 from prismreplay.runtime.operations import Call, Op
+from prismreplay.runtime.own_parts import mirror
 from prismreplay.tensors.by_rules import described
 from prismreplay.tensors.rules import Produce, Rule, RuleSet
 from prismreplay.tensors.scope import RecordingScope

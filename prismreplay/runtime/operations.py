@@ -35,7 +35,7 @@ from enum import StrEnum
 
 from prismtrace.schema import DType, Kind, ReduceOp
 
-__all__ = ["MESSAGES", "Call", "Group", "Op", "TensorSpec"]
+__all__ = ["MESSAGES", "REDUCTIONS", "Call", "Group", "Op", "TensorSpec"]
 
 
 class Call(StrEnum):
@@ -64,6 +64,11 @@ class Call(StrEnum):
 
 MESSAGES = (Call.SEND, Call.RECV)
 """Calls between two ranks; all others are collectives."""
+
+REDUCTIONS = frozenset(
+    {Call.ALL_REDUCE, Call.REDUCE, Call.REDUCE_SCATTER, Call.REDUCE_SCATTER_SINGLE}
+)
+"""Calls whose outputs are made of several members' inputs at each place."""
 
 _KINDS = {call: Kind(call.value.removesuffix("_single")) for call in Call}
 

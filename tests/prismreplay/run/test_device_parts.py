@@ -14,7 +14,7 @@ import torch
 from prismreplay.collect.handover import Parcel
 from prismreplay.errors import TensorRulesError
 from prismreplay.run.device_fetching import Fetcher
-from prismreplay.run.device_numerics import alone, combine, make_up, mirror
+from prismreplay.run.device_numerics import combine, make_up
 from prismreplay.run.device_shares import Piece, pieces_of
 from prismreplay.run.device_sources import MIRROR, NOTHING, RECORDING, DeviceSources, follow_rule
 from prismreplay.run.device_work import DeviceWork, Launcher
@@ -22,6 +22,7 @@ from prismreplay.run.following import Placed, _Node
 from prismreplay.run.outside_memory import BufferPool
 from prismreplay.runtime.device_time import Timeline
 from prismreplay.runtime.operations import Call, Group, Op, TensorSpec
+from prismreplay.runtime.own_parts import alone, mirror
 from prismreplay.runtime.payloads import spec_of
 from prismreplay.runtime.shelves import LOOK_EVERY_NS, Shelf
 from prismreplay.tensors.rules import Rule, RuleSet
