@@ -27,7 +27,7 @@ from prismreplay.collect.matching import Matcher, Request
 from prismreplay.collect.messages import Message
 from prismreplay.collect.scheduling import Policy, Program, Turns, thrifty
 from prismreplay.errors import DeadlockError, MismatchError
-from prismreplay.runtime.operations import Call, Group, Op
+from prismreplay.runtime.operations import MESSAGES, Call, Group, Op
 
 __all__ = ["Coordinator", "Counts", "Performer", "Question", "Sent"]
 
@@ -337,7 +337,7 @@ class Coordinator:
 
     def _complete(self, last: Request) -> None:
         members = last.instance.requests
-        if last.op.call in (Call.SEND, Call.RECV):
+        if last.op.call in MESSAGES:
             self.counts.messages += 1
             send = next(one for one in members.values() if one.op.call is Call.SEND)
             receive = last if last.op.call is Call.RECV else _other(last)

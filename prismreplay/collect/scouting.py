@@ -25,7 +25,7 @@ from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.pool import Job, Observed, start_rank
 from prismreplay.collect.serving import Service
 from prismreplay.errors import DeadlockError
-from prismreplay.runtime.operations import Call, Group, Op
+from prismreplay.runtime.operations import MESSAGES, Group, Op
 from prismreplay.tensors.folding import KnownGroup
 from prismreplay.tensors.producing import own_share
 
@@ -128,7 +128,7 @@ class _Scout:
 
         self._issued += 1
         in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
-        inner = op.group.key != self._world or op.call in (Call.SEND, Call.RECV)
+        inner = op.group.key != self._world or op.call in MESSAGES
         if inner or in_backward or self._issued > _MOST_OPERATIONS:
             os._exit(0)
         return self._issued

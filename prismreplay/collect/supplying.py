@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from prismreplay.collect.agreement import Form, form_of, require_same_form
 from prismreplay.errors import TensorRulesError
-from prismreplay.runtime.operations import Call, Op
+from prismreplay.runtime.operations import MESSAGES, Call, Op
 
 __all__ = ["AllOrNone", "FirstOf", "Supplier"]
 
@@ -85,7 +85,7 @@ class AllOrNone:
         return answer
 
     def _note(self, rank: int, op: Op, *, supplied: bool) -> None:
-        p2p = op.call in (Call.SEND, Call.RECV)
+        p2p = op.call in MESSAGES
         ends = (rank, op.peer) if op.call is Call.SEND else (op.peer, rank)
         key = (op.group.key, op.seq, *(ends if p2p else ()))
         form = self._form(op) if supplied else None

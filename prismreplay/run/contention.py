@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prismreplay.runtime.operations import Call, Op
+from prismreplay.runtime.operations import MESSAGES, Op
 from prismtrace.schema import Kind
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class ProcessorCosts:
         from prismcalib.comm_table import Operation
 
         kind, count = op.kind, members
-        if op.call in (Call.SEND, Call.RECV):
+        if op.call in MESSAGES:
             kind, count = Kind.SEND, 2
         measured = self._hosts.get(kind, {})
         if not measured or count < 2 or (op.dtype is None and kind != Kind.BARRIER):

@@ -18,7 +18,7 @@ import polars as pl
 
 from prismreplay.errors import MismatchError, PlanError
 from prismreplay.plan import OpKey
-from prismreplay.runtime.operations import Call, Op
+from prismreplay.runtime.operations import MESSAGES, Call, Op
 from prismtrace.schema import LOCAL_KINDS, DType, ProcessGroup
 from prismtrace.spool import TAG
 from prismtrace.trace import Trace
@@ -211,7 +211,7 @@ class GraphFollower:
 
     def _placed(self, group: int, node: _Node, round_: int, op: Op) -> Placed:
         sender, receiver, data_seq = -1, -1, node.seq
-        if op.call in (Call.SEND, Call.RECV):
+        if op.call in MESSAGES:
             if node.peer is None:
                 raise self._unlike(op, "the graph does not know its sender")
             ends = (self.rank, node.peer) if op.call is Call.SEND else (node.peer, self.rank)
@@ -267,7 +267,7 @@ def _may_vary(op: Op) -> bool:
 def _fits(node: _Node, op: Op) -> bool:
     if node.kind != op.kind.value:
         return False
-    other = op.peer if op.call in (Call.SEND, Call.RECV) else op.root
+    other = op.peer if op.call in MESSAGES else op.root
     return other is None or node.peer is None or node.peer == other
 
 

@@ -24,7 +24,7 @@ from prismreplay.run.marks import RankSummary
 from prismreplay.run.real_group import gloo_group
 from prismreplay.run.small_groups import SmallGroups, SmallWork
 from prismreplay.runtime.graph_recorder import GraphRecorder
-from prismreplay.runtime.operations import Call, Group, Op
+from prismreplay.runtime.operations import MESSAGES, Call, Group, Op
 from prismreplay.runtime.roles import Pending
 
 __all__ = ["SandboxRole"]
@@ -290,7 +290,7 @@ class _RealPending:
             Arrival(issued_ns + clock.debt_ns, clock.debt_ns),
         )
         self._work = call()
-        if op.call not in (Call.SEND, Call.RECV):
+        if op.call not in MESSAGES:
             # Some have no future: coalesced reduce-scatters of gloo, monitored barriers.
             with suppress(RuntimeError, AttributeError):
                 self._work.get_future().add_done_callback(self._note_end)
@@ -334,7 +334,7 @@ class _RealPending:
         """By how much the debts of its members held the operation up."""
         op = self._op
         ranks: Sequence[int] = op.group.ranks
-        if op.call in (Call.SEND, Call.RECV):
+        if op.call in MESSAGES:
             other = op.peer if op.peer is not None else self.source
             ranks = (self._role.rank,) if other is None else (self._role.rank, other)
         found = self._role.ledger.arrivals(ranks, self._name)

@@ -20,7 +20,7 @@ from typing import Any
 
 from prismreplay.errors import FoldError
 from prismreplay.runtime.axes import axis_of
-from prismreplay.runtime.operations import Call, Op, TensorSpec
+from prismreplay.runtime.operations import MESSAGES, Call, Op, TensorSpec
 from prismtrace.ranks import format_ranks
 
 __all__ = ["Folding", "KnownGroup", "fold"]
@@ -85,7 +85,7 @@ class Folding:
         """
         self._compare(rank, op)
         absent = self.absent
-        if op.call in (Call.SEND, Call.RECV):
+        if op.call in MESSAGES:
             if op.peer in absent:
                 raise self._crossing(rank, op, op.peer)
             return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prismreplay.errors import TensorRecordingError
-from prismreplay.runtime.operations import Call, Op
+from prismreplay.runtime.operations import MESSAGES, Op
 from prismtrace.errors import InputFileError
 from prismtrace.input_files import require_readable
 from prismtrace.ranks import parse_ranks
@@ -59,7 +59,7 @@ class RecordingScope:
             return False
         if self.sandbox is None:
             return True
-        if op.call in (Call.SEND, Call.RECV):
+        if op.call in MESSAGES:
             return not self.sandbox.isdisjoint({op.peer, op.group.global_rank})
         return not self.sandbox.isdisjoint(op.group.ranks)
 
