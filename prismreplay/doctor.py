@@ -19,9 +19,10 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+from prismcalib.memory import available_bytes
 from prismreplay.run.holding import Holder, Lateness
 
-__all__ = ["Check", "Report", "Status", "available_memory_bytes", "examine"]
+__all__ = ["Check", "Report", "Status", "examine"]
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 11)
@@ -113,7 +114,7 @@ def examine() -> Report:
             _check_cores(_usable_cores()),
             _check_load(_usable_cores(), os.getloadavg()[0]),
             _check_holds(_measure_holds()),
-            _check_memory(available_memory_bytes()),
+            _check_memory(available_bytes()),
             _check_shared_memory(Path("/dev/shm")),  # noqa: S108  looked at, not written
             torch_check,
             _check_backend(torch, "gloo", "cpu"),
@@ -190,30 +191,11 @@ def _check_holds(measured: Lateness) -> Check:
     return Check("timed holds", Status.WARN, found, "cpu", hint)
 
 
-def available_memory_bytes() -> int | None:
-    """Free memory of the machine, or what the cgroup still allows if that is less."""
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return None
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-    if match is None:
-        return None
-    free = int(match[1]) * 1024
-    cgroup = Path("/sys/fs/cgroup")
-    try:
-        limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
-        used = (cgroup / "memory.current").read_text(encoding="ascii").strip()
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
-
-
-def _check_memory(available_bytes: int | None) -> Check:
-    if available_bytes is None:
+def _check_memory(free_bytes: int | None) -> Check:
+    if free_bytes is None:
         return Check("memory", Status.WARN, "unknown", "cpu", "check by hand that 2 GiB are free")
-    found = f"{available_bytes / GIB:.1f} GiB free"
-    if available_bytes >= MIN_MEMORY_BYTES:
+    found = f"{free_bytes / GIB:.1f} GiB free"
+    if free_bytes >= MIN_MEMORY_BYTES:
         return Check("memory", Status.OK, found, "cpu")
     return Check("memory", Status.WARN, found, "cpu", "free some: each rank needs about 0.5 GiB")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from prismcalib.memory import available_bytes
 from prismreplay.collect.gpus import Gpu, Nvml, find_gpus
 from prismreplay.collect.rank_memory import swap_space
-from prismreplay.doctor import available_memory_bytes
 
 __all__ = ["Room", "find_room", "visible_gpus"]
 
@@ -63,5 +63,5 @@ def find_room(most: int, gpu_bytes: int | None, host_bytes: int | None) -> Room 
     if not gpus:
         return None
     if host_bytes is None:
-        host_bytes = int((available_memory_bytes() or 0) * HOST_SHARE)
+        host_bytes = int((available_bytes() or 0) * HOST_SHARE)
     return Room(gpus, gpu_bytes, host_bytes, swap_space())
