@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from prismreplay.collect import pool
+from prismreplay.collect import failures, pool
 
 
 def test_the_folder_that_an_import_makes_goes_unless_it_is_used(tmp_path, monkeypatch):
@@ -36,5 +36,5 @@ def test_the_folder_that_an_import_makes_goes_unless_it_is_used(tmp_path, monkey
 
 def test_a_program_whose_output_finds_no_space_has_a_hint():
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert "free some space" in (pool._failure(error)[4] or "")
-    assert pool._failure(OSError(errno.EACCES, "no"))[4] is None
+    assert "free some space" in (failures.failure_message(error)[4] or "")
+    assert failures.failure_message(OSError(errno.EACCES, "no"))[4] is None
