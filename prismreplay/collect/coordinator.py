@@ -9,30 +9,21 @@ A rank is *running* while it holds a turn, *blocked* from a question that cannot
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from prismreplay.collect.deadlock import Blocked, describe, lost, who_waits
-from prismreplay.collect.key_value import (
-    KeyValueStore,
-    NotYet,
-    StoreFailure,
-    awaited_keys,
-    patience,
-)
+from prismreplay.collect.key_value import awaited_keys
 from prismreplay.collect.matching import Matcher, Request
-from prismreplay.collect.messages import Message
+from prismreplay.collect.questions import Question, Sent, as_blocked
 from prismreplay.collect.scheduling import Policy, Program, Turns, thrifty
+from prismreplay.collect.store_questions import StoreQuestions
 from prismreplay.errors import DeadlockError, MismatchError
 from prismreplay.runtime.operations import MESSAGES, Call, Group, Op
 
-__all__ = ["Coordinator", "Counts", "Performer", "Question", "Sent"]
-
-USUAL_PATIENCE = 1800.0
-"""Seconds that stores wait unless the program says otherwise."""
+__all__ = ["Coordinator", "Counts", "Performer"]
 
 _POLLS_BEFORE_YIELD = 3
 
@@ -45,14 +36,6 @@ class Performer(Protocol):
 
     def perform(self, members: Sequence[Request]) -> Sequence[tuple[Any, Sequence[Any]]]:
         """The results of a collective, for its members in group order."""
-
-
-class Sent(NamedTuple):
-    """A message to a rank, and the bytes that go with it."""
-
-    rank: int
-    message: Message
-    parcel: Any = None
 
 
 @dataclass
@@ -69,18 +52,6 @@ class Counts:
     def communications(self) -> int:
         """That were performed, or answered without partners."""
         return self.collectives + self.messages + self.supplied
-
-
-@dataclass(slots=True, eq=False)
-class Question:
-    """Something that a rank waits to be told."""
-
-    rank: int
-    number: int
-    helpers: int
-    request: Request | None = None
-    store: tuple[str, tuple[Any, ...]] | None = None
-    site: str = ""
 
 
 @dataclass(slots=True)
@@ -123,15 +94,10 @@ class Coordinator:
         """Ranks that have ended, with their exit codes."""
         self._performer = performer
         self._watch: Callable[[int, Op, Any], None] | None = None
-        self._watch_store: Callable[[int, str, tuple[Any, ...]], None] | None = None
         self._stands_for = dict(stands_for or {})
         self._matcher = Matcher(self._stands_for, patient=patient)
-        self._store = KeyValueStore()
-        self._set_by: dict[str, int] = {}
-        self._keys_set = itertools.count(1 << 40)
+        self._store = StoreQuestions(self.program)
         self._ranks = {rank: _Rank() for rank in ranks}
-        self._store_waits: dict[int, Question] = {}
-        self._store_numbers = itertools.count()
 
     def use(self, performer: Performer) -> None:
         """Have another one make results from now on."""
@@ -143,7 +109,7 @@ class Coordinator:
 
     def watch_store(self, see: Callable[[int, str, tuple[Any, ...]], None]) -> None:
         """Call `see` with each operation of the key-value store that was done."""
-        self._watch_store = see
+        self._store.watch(see)
 
     # --- what ranks say ---------------------------------------------------------------
 
@@ -225,7 +191,7 @@ class Coordinator:
         """`rank` uses the key-value store."""
         self.counts.store += 1
         question = Question(rank, number, helpers, store=(op, args), site=site)
-        answer = self._try_store(question)
+        answer = self._store.answer(question)
         if answer is None:
             self._block(question)
             return
@@ -248,11 +214,7 @@ class Coordinator:
         state.requests.clear()
         state.questions.clear()
         state.answers.clear()
-        self._store_waits = {
-            number: question
-            for number, question in self._store_waits.items()
-            if question.rank != rank
-        }
+        self._store.forget_rank(rank)
         self.turns.release(rank, ended=True)
         if self.dispute is not None:
             raise self.dispute
@@ -303,14 +265,9 @@ class Coordinator:
 
         Time stands still for a rank that is not computing, so waits do not time out by the clock.
         """
-        waits = [
-            question
-            for question in self._store_waits.values()
-            if question.store and patience(question.store[1]) < USUAL_PATIENCE
-        ]
-        if not waits:
+        first = self._store.most_impatient()
+        if first is None:
             return False
-        first = min(waits, key=lambda one: patience(one.store[1]) if one.store else 0.0)
         keys = ", ".join(awaited_keys(first.store[1] if first.store else ()))
         self._unblock(first, Sent(first.rank, ("refused", first.number, f"timed out: {keys}")))
         return True
@@ -381,7 +338,7 @@ class Coordinator:
         state.questions[question.number] = question
         state.lent = False
         if question.request is None:
-            self._store_waits[next(self._store_numbers)] = question
+            self._store.wait(question)
         self.turns.release(question.rank)
         self._refuse_lost(question)
 
@@ -389,9 +346,7 @@ class Coordinator:
         state = self._ranks[question.rank]
         del state.questions[question.number]
         if question.request is None:
-            self._store_waits = {
-                number: one for number, one in self._store_waits.items() if one is not question
-            }
+            self._store.forget(question)
         if question.rank in self.turns.running:
             self.outbox.append(answer)  # another thread of it computes
             return
@@ -410,37 +365,9 @@ class Coordinator:
         self.turns.release(question.rank)
         self.turns.make_ready(question.rank, patient=True)
 
-    def _try_store(self, question: Question) -> Sent | None:
-        if question.store is None:
-            return None
-        op, args = question.store
-        try:
-            value = self._store.perform(op, args)
-        except NotYet:
-            return None
-        except StoreFailure as failure:
-            return Sent(question.rank, ("refused", question.number, str(failure)))
-        self._note_store(question.rank, op, args)
-        if self._watch_store is not None:
-            self._watch_store(question.rank, op, args)
-        return Sent(question.rank, ("value", question.number, value))
-
-    def _note_store(self, rank: int, op: str, args: tuple[Any, ...]) -> None:
-        """For the count of context switches: who set a key, and who needed it."""
-        if op in ("set", "add", "compare_set"):
-            if args[0] not in self._set_by:
-                number = self._set_by[args[0]] = next(self._keys_set)
-                self.program.issued(rank, number, (rank,))
-        elif op in ("get", "wait"):
-            for key in awaited_keys(args):
-                if key in self._set_by:
-                    self.program.waited(rank, self._set_by[key])
-
     def _retry_store(self) -> None:
-        for question in list(self._store_waits.values()):
-            answer = self._try_store(question)
-            if answer is not None:
-                self._unblock(question, answer)
+        for question, answer in self._store.answers():
+            self._unblock(question, answer)
 
     # --- who waits for whom -------------------------------------------------------------
 
@@ -457,7 +384,7 @@ class Coordinator:
         return [one for state in self._ranks.values() for one in state.questions.values()]
 
     def _all_blocked(self) -> list[Blocked]:
-        return [_as_blocked(question) for question in self._blocked()]
+        return [as_blocked(question) for question in self._blocked()]
 
     def _refuse_lost(self, question: Question) -> None:
         """Tell at once when a rank waits for one that has ended."""
@@ -465,21 +392,8 @@ class Coordinator:
             return
         gone = [rank for rank in question.request.instance.missing if rank in self.ended]
         if gone:
-            raise lost(_as_blocked(question), gone, self._all_blocked(), self.ended)
+            raise lost(as_blocked(question), gone, self._all_blocked(), self.ended)
 
 
 def _other(request: Request) -> Request:
     return next(one for one in request.instance.requests.values() if one is not request)
-
-
-def _as_blocked(question: Question) -> Blocked:
-    request = question.request
-    if request is None:
-        op, args = question.store or ("", ())
-        return Blocked(question.rank, site=question.site, store=op, keys=tuple(awaited_keys(args)))
-    return Blocked(
-        question.rank,
-        site=question.site,
-        op=request.op,
-        missing=tuple(request.instance.missing),
-    )

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from prismreplay.collect import stale
-from prismreplay.collect.coordinator import Coordinator, Sent
+from prismreplay.collect.coordinator import Coordinator
 from prismreplay.collect.gpu_turns import GpuTurns
 from prismreplay.collect.handover import Parcel
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.messages import Message, unpack_op
 from prismreplay.collect.pool import RankProcess
+from prismreplay.collect.questions import Sent
 from prismreplay.collect.watching import IdleWatch, MemoryWatch, cpu_seconds
 from prismreplay.errors import RankFailedError
 from prismreplay.runtime.exits import told_end

@@ -32,11 +32,11 @@ from collections.abc import Callable, Sequence
 
 from torch.distributed import TCPStore
 
-from prismreplay.collect.coordinator import Sent
 from prismreplay.collect.handover import Parcel
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.messages import Message, unpack_op
 from prismreplay.collect.pool import RankProcess
+from prismreplay.collect.questions import Sent
 from prismreplay.collect.serving import Service
 from prismreplay.run.assistants import Assistant, Assistants
 from prismreplay.run.contention import ProcessorCosts

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from prismreplay.collect.coordinator import Coordinator, Performer, Question, Sent
+from prismreplay.collect.coordinator import Coordinator, Performer
 from prismreplay.collect.handover import Parcel, Place
-from prismreplay.collect.key_value import NotYet, StoreFailure
 from prismreplay.collect.matching import Request
+from prismreplay.collect.questions import Question, Sent
 from prismreplay.errors import DeadlockError
 from prismreplay.plan import PlannedWorld
 from prismreplay.run.assistants import Assistants
@@ -217,7 +216,7 @@ class HybridCoordinator(Coordinator):
                 f"\nranks {format_ranks(ranks)} wait for virtual ranks that, in the plan, wait for "
                 "operations that no sandbox rank has issued"
             )
-        if self._store_waits and self._world.store is None:
+        if self._store.waiting and self._world.store is None:
             found.report += (
                 "\nvirtual ranks set keys of the store only as they were recorded to: "
                 "collect --record-tensors"
@@ -235,9 +234,7 @@ class HybridCoordinator(Coordinator):
         else:
             return False
         for operation, arguments in entries:
-            # What cannot be done again has no effect that a sandbox rank could miss.
-            with suppress(NotYet, StoreFailure):
-                self._store.perform(operation, arguments)
+            self._store.play(operation, arguments)
         return bool(entries)
 
     # --- data -------------------------------------------------------------------------
