@@ -228,7 +228,9 @@ def _fit(
     try:
         fit = fit_offsets(instance, domain, end, tier, len(domains), reference)
         used = fit.used
-        drift = fit_drift(instance[used], domain[used], end[used], fit.offset_ns, reference)
+        drift = fit_drift(
+            instance[used], domain[used], end[used], tier[used], fit.offset_ns, reference
+        )
         if drift.rate.any():
             # What looked like noise may have been drift.
             steady = end + drift.shift(domain, end)

@@ -6,9 +6,10 @@ within one host agree within some tens of microseconds.
 
 The method: a spanning tree over the clock domains, whose edges are medians of end differences,
 gives first offsets; a few rounds of alternating medians then fit all operations together.
-Medians, because a member that is late by chance must not move its clock.  An offset no larger
-than the typical spread of ends that remains is noise, not a clock, and is set to 0: ranks of
-one host keep the times they were recorded with.
+Medians, because a member that is late by chance must not move its clock.  Only operations with
+members in several domains say anything: those within a host are often a thousand times as many
+and would outvote them.  An offset no larger than the typical spread of ends that remains is
+noise, not a clock, and is set to 0: ranks of one host keep the times they were recorded with.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from prismcalib.graph import Int64Array
 __all__ = [
     "ClockFit",
     "Spread",
+    "across_domains",
     "end_spreads",
     "fit_offsets",
     "group_max",
     "group_median",
     "group_min",
+    "solve_offsets",
     "thin_out",
     "worst_group",
 ]
@@ -97,8 +100,8 @@ def fit_offsets(
     """
     for worst in sorted({0, *np.unique(tier).tolist()}):
         used = tier <= worst
-        edges = _edges(instance[used], domain[used], end_ns[used], tier[used])
-        tree, reached = _span(edges, domains, reference)
+        members = instance[used], domain[used], end_ns[used]
+        offset, reached = solve_offsets(*members, tier[used], domains, reference)
         if reached.all():
             break
     else:
@@ -109,10 +112,41 @@ def fit_offsets(
             "--clock keep trusts the clocks as they are",
             domains=tuple(np.flatnonzero(~reached).tolist()),
         )
-    members = instance[used], domain[used], end_ns[used]
-    offset = _refine(*thin_out(*members, domains), tree, reference)
+    if domains > 1:
+        across = across_domains(instance[used], domain[used])
+        members = instance[used][across], domain[used][across], end_ns[used][across]
     offset[np.abs(offset) <= _noise(*members, offset)] = 0
     return ClockFit(offset, _uncertainty(*members, offset), used)
+
+
+def across_domains(instance: NDArray[Any], domain: NDArray[Any]) -> NDArray[np.bool_]:
+    """bool[m]: whether the operation of the member has members in several domains."""
+    if not len(instance):
+        return np.zeros(0, np.bool_)
+    number = np.unique(instance, return_inverse=True)[1].ravel()
+    numbered = domain.astype(np.int64)
+    several: NDArray[np.bool_] = group_max(number, numbered) > group_min(number, numbered)
+    return several[number]
+
+
+def solve_offsets(
+    instance: NDArray[Any],
+    domain: NDArray[Any],
+    end_ns: Int64Array,
+    tier: NDArray[Any],
+    domains: int,
+    reference: int,
+) -> tuple[Int64Array, NDArray[np.bool_]]:
+    """Offsets int64[D] by all the operations given, and bool[D], which domains these relate.
+
+    Arguments as of `fit_offsets`.  Nothing is taken for noise; what is not related gets 0.
+    """
+    across = across_domains(instance, domain)
+    instance, domain, end_ns = instance[across], domain[across], end_ns[across]
+    tree, reached = _span(_edges(instance, domain, end_ns, tier[across]), domains, reference)
+    kept = thin_out(instance, domain, domains)
+    offset = _refine(instance[kept], domain[kept], end_ns[kept], tree, reference)
+    return np.where(reached, offset, 0), reached
 
 
 def end_spreads(instance: NDArray[Any], end_ns: Int64Array) -> Int64Array:
@@ -229,16 +263,13 @@ def _span(edges: _Edges, domains: int, reference: int) -> tuple[Int64Array, NDAr
     return result, reached
 
 
-def thin_out(
-    instance: NDArray[Any], domain: NDArray[Any], end: Int64Array, domains: int
-) -> tuple[NDArray[Any], NDArray[Any], Int64Array]:
-    """Every k-th operation, so that the fit stays quick on long traces."""
+def thin_out(instance: NDArray[Any], domain: NDArray[Any], domains: int) -> NDArray[np.bool_]:
+    """bool[m]: members of every k-th operation, so that a fit stays quick on long traces."""
     number = np.unique(instance, return_inverse=True)[1]
     step = -(-len(instance) // (_MOST_PER_DOMAIN * domains))
-    kept = number % step == 0 if step > 1 else np.ones(len(instance), np.bool_)
+    kept: NDArray[np.bool_] = number % step == 0 if step > 1 else np.ones(len(instance), np.bool_)
     # Never at the price of a domain that has few operations.
-    kept |= np.isin(instance, instance[np.bincount(domain)[domain] <= _MOST_PER_DOMAIN])
-    return instance[kept], domain[kept], end[kept]
+    return kept | np.isin(instance, instance[np.bincount(domain)[domain] <= _MOST_PER_DOMAIN])
 
 
 def _refine(

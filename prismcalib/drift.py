@@ -1,8 +1,9 @@
 """Clocks of one execution that run at different speeds.
 
 Over a short window a clock is off by a constant; over minutes even good clocks part by
-milliseconds.  The rate is a straight line through the medians of the first and the last third
-of what the offsets leave unexplained: as robust as the offsets, and exact for exact data.
+milliseconds.  So offsets are estimated twice, from the operations of the first and of the last
+third of the window, and the rate is the line through both: as robust as the offsets, and exact
+for exact data.  A few operations suffice if the line stands out from what their ends vary.
 """
 
 from __future__ import annotations
@@ -13,15 +14,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prismcalib.clocks import group_max, group_median, group_min, thin_out
+from prismcalib.clocks import (
+    across_domains,
+    group_max,
+    group_median,
+    group_min,
+    solve_offsets,
+    thin_out,
+)
 from prismcalib.graph import Int64Array
 
 __all__ = ["Drift", "fit_drift"]
 
 # Below, no clock drifts visibly: 50 ppm of a second are the noise of the ends.
 _LEAST_WINDOW_NS = 10**9
-_LEAST_OPERATIONS = 30
-_ROUNDS = 50
+# Two in each third: of one, chance makes a line.
+_LEAST_OPERATIONS = 6
+_FEW = 60
+_ROUNDS = 20
+# What no end is known better than.
+_EXACT_NS = 1000
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,60 +65,121 @@ def fit_drift(
     instance: NDArray[Any],
     domain: NDArray[Any],
     end_ns: Int64Array,
+    tier: NDArray[Any],
     offset_ns: Int64Array,
     reference: int,
 ) -> Drift:
     """Estimate rates from the ends of matched operations, as in `clocks.fit_offsets`.
 
-    A rate stays 0 unless it explains more, over the window, than the ends vary anyway.
+    A rate stays 0 unless it explains more, over the window, than the ends vary anyway, and
+    unless the operations of both thirds relate the domain to the reference.
+
+    Args:
+        instance, domain, end_ns, tier, reference: as there.
+        offset_ns: int64[D], the offsets found there.
     """
     domains = len(offset_ns)
     nothing = Drift.none(domains)
-    instance, domain, end_ns = thin_out(instance, domain, end_ns, domains)
-    counts = np.bincount(domain, minlength=domains)
-    if not len(end_ns) or counts.min() < _LEAST_OPERATIONS:
+    across = across_domains(instance, domain)
+    if not across.any():
         return nothing
-    low, high = group_min(domain, end_ns), group_max(domain, end_ns)
-    window = high - low
-    if window.min() < _LEAST_WINDOW_NS:
+    kept = np.flatnonzero(across)
+    kept = kept[thin_out(instance[kept], domain[kept], domains)]
+    ends = _Ends(instance[kept], domain[kept], end_ns[kept], tier[kept], domains, reference)
+    window, center = _windows(ends.domain, ends.end_ns, domains)
+    if window.max() < _LEAST_WINDOW_NS:
         return nothing
-    number = np.unique(instance, return_inverse=True)[1].ravel()
-    center = low + window // 2
-    order = np.lexsort((end_ns, domain))
-    first = np.cumsum(counts) - counts
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order)) - first[domain[order]]
-    third = counts[domain] // 3
-    early, late = place < third, place >= counts[domain] - third
-
-    def ends(values: Int64Array, chosen: NDArray[np.bool_]) -> Int64Array:
-        return group_median(domain[chosen], values[chosen])
-
-    span = (ends(end_ns, late) - ends(end_ns, early)).astype(np.float64)
-    rate = np.zeros(domains)
-    for _ in range(_ROUNDS):
-        aligned = end_ns + offset_ns[domain] + Drift(rate, center).shift(domain, end_ns)
-        left = group_median(number, aligned)[number] - aligned
-        change = (ends(left, late) - ends(left, early)) / np.maximum(span, 1)
-        change -= change[reference]
-        if not rate.any():
-            # Most clocks of most jobs: nothing to see, once the line itself is taken away.
-            flat = left - Drift(change, center).shift(domain, end_ns)
-            if not _stands_out(domain, flat, change * window).any():
-                return nothing
-        rate += change
-        if (np.abs(change) * window).max() < 1:
+    early, late = (ends.only(third) for third in _thirds(ends, offset_ns))
+    span = (late.medians() - early.medians()).astype(np.float64)
+    drift = Drift(np.zeros(domains), center)
+    # Operations of two pairs of domains do not lie at the same times of a third, so a line is
+    # as wrong as these are apart, until what is left of it is next to nothing.
+    for turn in range(_ROUNDS):
+        (before, one), (after, other) = early.offsets(drift), late.offsets(drift)
+        known = one & other & (span > 0)
+        change = np.where(known, (after - before) / np.maximum(span, 1), 0.0)
+        drift = Drift(drift.rate + change, center)
+        if (np.abs(change) * window).max() < _EXACT_NS:
             break
-    aligned = end_ns + offset_ns[domain] + Drift(rate, center).shift(domain, end_ns)
-    left = group_median(number, aligned)[number] - aligned
-    rate[~_stands_out(domain, left, rate * window)] = 0
-    return Drift(rate, center)
+        # Most clocks of most jobs: nothing to see.
+        if turn == 0 and not _visible(ends, drift, window).any():
+            return nothing
+    return Drift(np.where(_visible(ends, drift, window), drift.rate, 0.0), center)
 
 
-def _stands_out(
-    domain: NDArray[Any], left: Int64Array, effect: NDArray[np.float64]
-) -> NDArray[np.bool_]:
-    """bool[D]: whether an effect, in ns, is larger than what the ends vary anyway."""
-    # A constant that is left is the offset's business.
-    around = np.abs(left - group_median(domain, left)[domain])
-    return np.abs(effect) > 4 * group_median(domain, around)
+@dataclass(frozen=True, eq=False)
+class _Ends:
+    """Members of operations across domains; columns and numbers as of `fit_offsets`."""
+
+    instance: NDArray[Any]
+    domain: NDArray[Any]
+    end_ns: Int64Array
+    tier: NDArray[Any]
+    domains: int
+    reference: int
+
+    def only(self, chosen: NDArray[np.bool_]) -> _Ends:
+        """Some of the members."""
+        return _Ends(
+            self.instance[chosen],
+            self.domain[chosen],
+            self.end_ns[chosen],
+            self.tier[chosen],
+            self.domains,
+            self.reference,
+        )
+
+    def offsets(self, drift: Drift) -> tuple[Int64Array, NDArray[np.bool_]]:
+        """As of `solve_offsets`, once a drift is taken away."""
+        steady = self.end_ns + drift.shift(self.domain, self.end_ns)
+        numbers = self.domains, self.reference
+        return solve_offsets(self.instance, self.domain, steady, self.tier, *numbers)
+
+    def medians(self) -> Int64Array:
+        """int64[D], typical end of each domain; 0 where there are none."""
+        return _medians(self.domain, self.end_ns, self.domains)
+
+
+def _windows(
+    domain: NDArray[Any], end_ns: Int64Array, domains: int
+) -> tuple[Int64Array, Int64Array]:
+    """int64[D] each: from the first to the last end in a domain, and the middle of that."""
+    window, center = np.zeros(domains, np.int64), np.zeros(domains, np.int64)
+    present = np.unique(domain)
+    number = np.searchsorted(present, domain)
+    low, high = group_min(number, end_ns), group_max(number, end_ns)
+    window[present] = high - low
+    center[present] = low + window[present] // 2
+    return window, center
+
+
+def _thirds(ends: _Ends, offset_ns: Int64Array) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """bool[m] each: members of the operations of the first and of the last third of the time."""
+    number = np.unique(ends.instance, return_inverse=True)[1].ravel()
+    time = group_median(number, ends.end_ns + offset_ns[ends.domain])
+    part = (int(time.max()) - int(time.min())) // 3
+    return (time <= time.min() + part)[number], (time >= time.max() - part)[number]
+
+
+def _medians(domain: NDArray[Any], values: Int64Array, domains: int) -> Int64Array:
+    """int64[D], 0 where there are none."""
+    result = np.zeros(domains, np.int64)
+    found = group_median(domain, values)
+    result[: len(found)] = found
+    return result
+
+
+def _visible(ends: _Ends, drift: Drift, window_ns: Int64Array) -> NDArray[np.bool_]:
+    """bool[D]: whether a drift moves ends by more than they vary without it."""
+    number = np.unique(ends.instance, return_inverse=True)[1].ravel()
+    # Offsets of clocks that drift were compromises, so not those.
+    shift = ends.offsets(drift)[0][ends.domain] + drift.shift(ends.domain, ends.end_ns)
+    steady = ends.end_ns + shift
+    around = np.abs(group_median(number, steady)[number] - steady)
+    pairs = np.unique(np.stack([ends.domain, number]), axis=1)
+    operations = np.bincount(pairs[0], minlength=ends.domains)
+    # Of a few distances the median may be next to nothing by chance.
+    few = np.maximum(1.0, _FEW / np.maximum(operations, 1))
+    noise = few * _medians(ends.domain, around, ends.domains)
+    long = (window_ns >= _LEAST_WINDOW_NS) & (operations >= _LEAST_OPERATIONS)
+    return long & (np.abs(drift.rate) * window_ns > 4 * noise)

@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 
 from prismcalib import synth
 from prismcalib.drift import Drift, fit_drift
@@ -7,9 +8,9 @@ from prismcalib.merging import merge
 EPOCH_NS = 1_700_000_000_000_000_000
 
 
-def ends(rates_ppm, *, seconds, noise_ns=0, count=300):
+def ends(rates_ppm, *, seconds, noise_ns=0, count=300, seed=2):
     """Ends of operations of all domains, whose clocks run too fast by the rates."""
-    draw = np.random.default_rng(2)
+    draw = np.random.default_rng(seed)
     true = np.sort(draw.integers(0, int(seconds * 1e9), count))
     clocks = [
         true + np.rint(true * rate * 1e-6).astype(np.int64) + draw.integers(0, noise_ns + 1, count)
@@ -21,7 +22,8 @@ def ends(rates_ppm, *, seconds, noise_ns=0, count=300):
 
 
 def fit(members, domains):
-    return fit_drift(*members, np.zeros(domains, np.int64), 0)
+    tier = np.zeros(len(members[0]), np.int32)
+    return fit_drift(*members, tier, np.zeros(domains, np.int64), 0)
 
 
 def test_rates_are_found():
@@ -44,7 +46,51 @@ def test_rates_count_from_the_reference():
 def test_nothing_is_read_into_noise_or_short_windows():
     assert not fit(ends([0, 1], seconds=2, noise_ns=40_000), 2).rate.any()
     assert not fit(ends([0, 50], seconds=0.5), 2).rate.any()
-    assert not fit(ends([0, 50], seconds=60, count=20), 2).rate.any()
+    assert not fit(ends([0, 50], seconds=60, count=5), 2).rate.any()
+
+
+@pytest.mark.parametrize("count", [8, 16, 30, 100])
+def test_few_operations_suffice_if_the_line_stands_out(count):
+    found = fit(ends([0, 50], seconds=60, noise_ns=40_000, count=count), 2)
+    assert abs(found.rate[1] * 1e6 + 50) < 2
+
+
+@pytest.mark.parametrize("count", [6, 10, 20, 30, 60])
+def test_chance_makes_no_line_of_a_few_operations(count):
+    found = [
+        fit(ends([0, 0], seconds=60, noise_ns=40_000, count=count, seed=seed), 2).rate.any()
+        for seed in range(50)
+    ]
+    assert sum(found) <= 2
+
+
+def test_operations_within_a_host_do_not_outvote_those_between_hosts():
+    across = ends([0, 50], seconds=60, count=30)
+    alone = ends([0], seconds=60, count=3000, seed=3)
+    # Two ranks of the second host, which agree exactly.
+    within = np.tile(alone[0] + 30, 2), np.ones(6000, np.int64), np.tile(alone[2], 2)
+    members = tuple(np.concatenate(both) for both in zip(across, within, strict=True))
+    assert abs(fit(members, 2).rate[1] * 1e6 + 50) < 0.01
+
+
+def test_rates_are_found_along_a_chain():
+    # Stages of a pipeline: each shares operations with its neighbours only.
+    rates = [0, 40, -30, 20, 90, -60, 10, 35]
+    parts = []
+    for stage in range(len(rates) - 1):
+        instance, domain, end = ends(rates[stage : stage + 2], seconds=60, count=40, seed=stage)
+        parts.append((instance + 40 * stage, domain + stage, end))
+    found = fit(tuple(np.concatenate(column) for column in zip(*parts, strict=True)), 8)
+    assert np.allclose(found.rate * 1e6, [-rate for rate in rates], atol=0.02)
+
+
+def test_a_clock_that_shares_operations_only_early_keeps_its_pace():
+    instance, domain, end = ends([0, 20, 70], seconds=60, count=90)
+    order = np.argsort(end[domain == 0])
+    kept = (domain != 2) | (order.argsort()[instance] < 30)
+    found = fit((instance[kept], domain[kept], end[kept]), 3)
+    assert found.rate[2] == 0
+    assert abs(found.rate[1] * 1e6 + 20) < 0.01
 
 
 def test_shift_is_zero_at_the_center():
