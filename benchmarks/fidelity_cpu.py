@@ -159,6 +159,21 @@ class Bench:
         claims["FIDELITY_BESIDE"] = ",".join(f"{core}:{other}" for core, other in paired)
         return sorted({core for core, _ in paired}), claims
 
+    def beside_slices(self, shape: Shape, cores: Sequence[int]) -> list[int]:
+        """Cores that would be idle while slices have `cores`, as many as have ranks in a true run.
+
+        A slice has a core for each of its ranks, then one for its emulator. Instead of the latter, the
+        one that gloo's threads would have beside it is busy.
+        """
+        each = len(shape.sandbox) + 1
+        rooms = min(len(cores) // each, -(-shape.ranks // len(shape.sandbox)))
+        if not rooms:
+            return []  # they share what there is
+        beside = dict(self.cores.paired(MOST_APART)) if self.is_apart(shape.ranks) else {}
+        emulators = [cores[room * each + each - 1] for room in range(rooms)]
+        idle = [*cores[rooms * each :], *(beside[one] for one in emulators if one in beside)]
+        return idle[: max(0, shape.ranks - rooms * len(shape.sandbox))]
+
     def of_emulator(self, shape: Shape) -> list[int]:
         """Cores that sandbox ranks and those that stand for other ranks leave; physical ones first."""
         every = self.cores_of(shape.ranks)
@@ -287,16 +302,17 @@ class Bench:
         table = self.comm_table(shape.ranks)
         cores, places = self.of_slices(shape)
         found = {}
-        found["slice"] = self.command(
-            f"{name} slice",
-            *("slice", str(bare), "--sandbox-size", str(len(shape.sandbox))),
-            *("--devices", str(len(cores))),
-            *self.contending(shape),
-            *("-o", str(slices), "--", *shape.words(self.settings.steps)),
-            times=folder / "times-slices",
-            more=places,
-            cores=cores,
-        )
+        with self.busy(shape, self.beside_slices(shape, cores)):
+            found["slice"] = self.command(
+                f"{name} slice",
+                *("slice", str(bare), "--sandbox-size", str(len(shape.sandbox))),
+                *("--devices", str(len(cores))),
+                *self.contending(shape),
+                *("-o", str(slices), "--", *shape.words(self.settings.steps)),
+                times=folder / "times-slices",
+                more=places,
+                cores=cores,
+            )
         found["spent"] = spent(folder / "times-slices")
         found["merge"] = self.command(
             f"{name} merge",
