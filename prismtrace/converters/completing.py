@@ -37,7 +37,7 @@ def complete_nodes(
         .with_columns(
             id=node_ids(pl.col("rank"), pl.col("index")),
             real=pl.lit(value=True),
-            stream=pl.col("stream").replace_strict(dict(streams), return_dtype=pl.Int16),
+            stream=_numbered(pl.col("stream"), streams),
             bytes=pl.coalesce("nbytes", "bytes"),
             kind=pl.when(pl.col("lost"))
             .then(pl.lit(Kind.OTHER_COMM.value))
@@ -45,6 +45,12 @@ def complete_nodes(
         )
         .drop("nbytes", "lost")
     )
+
+
+def _numbered(label: pl.Expr, numbers: Mapping[str, int]) -> pl.Expr:
+    """Numbers 0, 1, … of labels, in one pass: Polars looks values up only with all rows at hand."""
+    labels = pl.Enum(sorted(numbers, key=numbers.__getitem__))
+    return label.cast(labels).to_physical().cast(pl.Int16)
 
 
 def _written(frames: Iterable[pl.DataFrame], folder: Path) -> list[Path]:
