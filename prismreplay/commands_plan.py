@@ -46,7 +46,9 @@ def plan(
     Example: prismreplay plan calibrated.parquet --sandbox 0-1 -o plan.parquet
     """
     import time
+    from dataclasses import replace
 
+    from prismreplay.digests import files_digest
     from prismreplay.plan import compile_plan
     from prismreplay.plan_report import report_of_plan
     from prismreplay.run.injecting import edits_of
@@ -62,7 +64,9 @@ def plan(
     edits = edits_of(inject or (), ranks)
     begun = time.perf_counter()
     with progress("compiling the plan"):
-        made = compile_plan(trace, ranks, edits)
+        # Before the graph is read: should it be replaced meanwhile, the plan is too old.
+        made_from = files_digest(trace.paths)
+        made = replace(compile_plan(trace, ranks, edits), made_from=made_from)
     made.write(output)
     report = report_of_plan(made, trace.header, output, time.perf_counter() - begun)
     if json:

@@ -230,6 +230,7 @@ def _timing(
     trace: Trace, ranks: tuple[int, ...], edits: list[Any], plan: Path | None, early: bool
 ) -> Timing:
     """When virtual ranks arrive."""
+    from prismreplay.digests import files_digest
     from prismreplay.errors import PlanError
     from prismreplay.plan import Plan, compile_plan
     from prismreplay.run.options import Timing
@@ -246,5 +247,12 @@ def _timing(
             "the plan is of other sandbox ranks, or of another job",
             where=str(plan),
             hint="compile it again: prismreplay plan",
+        )
+    if found.made_from not in (None, files_digest(trace.paths)):
+        names = ", ".join(map(str, trace.paths))
+        raise PlanError(
+            f"the plan was compiled from another calibration than {names} is",
+            where=str(plan),
+            hint="compile it again: prismreplay plan; or give the graph that it was made from",
         )
     return Timing(found)

@@ -86,6 +86,8 @@ class Plan:
             `group`, `seq`, `src_rank`, `dst_rank` (-1 for collectives), `kind`, `step`,
             `arrival` (the vertex is only the arrival of this rank, for which others wait),
             `transfer_ns`, `transfer_source`.
+        made_from: digest of the graph's files (`digests.files_digest`), by which a plan of an
+            older calibration is told; None: not known.
     """
 
     world_size: int
@@ -95,6 +97,7 @@ class Plan:
     period_ns: int
     boundary: Boundary
     operations: pl.DataFrame
+    made_from: str | None = None
 
     def world(self) -> PlannedWorld:
         """The virtual ranks at the beginning of a run."""
@@ -140,6 +143,7 @@ class Plan:
             "steps": list(self.steps),
             "period_ns": self.period_ns,
             "origin_ns": plan.origin_ns,
+            "made_from": self.made_from,
         }
         with atomic_output(Path(path)) as temporary:
             table.write_parquet(
@@ -176,6 +180,7 @@ class Plan:
                 .drop_nulls()
                 .explode("operations", empty_as_null=False, keep_nulls=False)
                 .unnest("operations"),
+                made_from=head.get("made_from"),
             )
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise PlanError(_DAMAGED, where=where, hint="compile the plan again") from error

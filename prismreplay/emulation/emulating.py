@@ -12,7 +12,7 @@ from prismreplay.emulation.findings import Findings, find
 from prismreplay.emulation.stages import (
     Note,
     Stage,
-    files_digest,
+    inputs_digest,
     kept_note,
     run_stage,
 )
@@ -137,8 +137,8 @@ def emulate(
         program=tuple(program),
         folder=folder,
         options=options,
-        job=files_digest(_program_files(call), options.mock_router),
-        sources=files_digest(map(Path, options.tensors)),
+        job=inputs_digest(_program_files(call), options.mock_router),
+        sources=inputs_digest(map(Path, options.tensors)),
     )
     records: list[StageRecord] = []
     notes: Notes = {}
@@ -266,7 +266,7 @@ class _Chain:
             *("-o", self.folder / "run.parquet"),
         ]
         inputs = (self.job, self.sources, notes["merge"].token)
-        compared = files_digest([], options.compare)
+        compared = inputs_digest([], options.compare)
         return self._stage("run", words, ("run.parquet",), *inputs, compared)
 
     @property
@@ -287,7 +287,7 @@ class _Chain:
     def _table_token(self, notes: Notes) -> str:
         measured = notes.get("comm-bench")
         if measured is None:
-            return files_digest([], self.options.comm_table)
+            return inputs_digest([], self.options.comm_table)
         return measured.token
 
     def _hosts(self) -> Iterator[object]:

@@ -9,7 +9,6 @@ still fits are not repeated.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -24,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from prismreplay.collect.surroundings import uninterrupted
+from prismreplay.digests import file_digest, texts_digest
 from prismreplay.errors import ReplayError
 from prismtrace import __version__
-from prismtrace.input_files import unreadable
 from prismtrace.output import atomic_output
 
-__all__ = ["Note", "Stage", "StageError", "files_digest", "kept_note", "run_stage"]
+__all__ = ["Note", "Stage", "StageError", "inputs_digest", "kept_note", "run_stage"]
 
 _GRACE_SECONDS = 10.0
 _ROOT = str(Path(__file__).resolve().parent.parent.parent)
@@ -70,7 +69,7 @@ class Stage:
     @property
     def fingerprint(self) -> str:
         """What the stage's result was made from."""
-        return digest(__version__, _torch(), *self.words, *self.inputs)
+        return texts_digest(__version__, _torch(), *self.words, *self.inputs)
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def run_stage(folder: Path, stage: Stage) -> Note:
             hint="run that command by itself: what else does it print?",
         ) from error
     wall = time.monotonic() - begun
-    made = Note(report, wall, digest(stage.fingerprint, str(time.time_ns())))
+    made = Note(report, wall, texts_digest(stage.fingerprint, str(time.time_ns())))
     text = {
         "command": stage.line,
         "fingerprint": stage.fingerprint,
@@ -134,22 +133,14 @@ def run_stage(folder: Path, stage: Stage) -> Note:
     return made
 
 
-def digest(*texts: str) -> str:
-    """A short name for texts: equal only if all of them are."""
-    found = hashlib.blake2b(digest_size=16)
-    for text in texts:
-        found.update(f"{len(text)}:{text}".encode(errors="surrogateescape"))
-    return found.hexdigest()
-
-
-def files_digest(paths: Iterable[Path], other: Path | None = None) -> str:
+def inputs_digest(paths: Iterable[Path], other: Path | None = None) -> str:
     """Of the content of files; of a recording's folder, of what describes it.
 
     Raises:
         InputFileError: a file cannot be read.
     """
     named = [*paths, *([] if other is None else [other])]
-    return digest(*(f"{path} {_content(path)}" for path in named))
+    return texts_digest(*(f"{path} {_content(path)}" for path in named))
 
 
 def _note(folder: Path, stage: Stage) -> Path:
@@ -210,13 +201,8 @@ def _exit_code(code: int) -> int:
 def _content(path: Path) -> str:
     if path.is_dir():
         path = path / "manifest.json"
-    if not path.exists():  # such as rules that come with the package
-        return "none"
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise unreadable(path, error) from error
+    # Some are no files, such as rules that come with the package.
+    return file_digest(path) if path.exists() else "none"
 
 
 def _torch() -> str:

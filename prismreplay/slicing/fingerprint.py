@@ -6,7 +6,6 @@ never mixes the times of two programs. What the program imports is not looked in
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -14,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from prismreplay.collect.programs import ProgramCall
+from prismreplay.digests import file_digest, files_digest, texts_digest
 from prismreplay.tensors.rules import RuleSet
 from prismtrace import __version__
 from prismtrace.headers import PathLike
-from prismtrace.input_files import unreadable
 from prismtrace.schema import TraceHeader
 
 __all__ = ["KEY", "Fingerprint", "differences", "fingerprint_of", "recorded_fingerprint"]
@@ -27,8 +26,6 @@ KEY = "slicing"
 
 Fingerprint = Mapping[str, str]
 """What -> its digest, or the thing itself where it is short."""
-
-_BLOCK = 1 << 20
 
 
 def fingerprint_of(
@@ -61,16 +58,16 @@ def fingerprint_of(
     """
     return {
         "program": _program(program),
-        "arguments": _short("\0".join(program.arguments)),
-        "graph": _short(*(_content(Path(path)) for path in graph)),
-        "rotation": _short(repr([tuple(part) for part in rotation])),
+        "arguments": texts_digest("\0".join(program.arguments)),
+        "graph": files_digest(map(Path, graph)),
+        "rotation": texts_digest(repr([tuple(part) for part in rotation])),
         "hosts": str(local_world_size),
-        "tensors": _short(*(_source(source) for source in sources)),
+        "tensors": texts_digest(*(_source(source) for source in sources)),
         "steps": steps,
-        "arrivals": "early" if arrivals is None else _content(Path(arrivals)),
+        "arrivals": "early" if arrivals is None else file_digest(Path(arrivals)),
         "versions": f"prismllm {__version__}, torch {_torch()}, python {platform.python_version()}",
         "machine": f"{_processor()} x {os.cpu_count()}",
-        **({} if comm_table is None else {"comm_table": _content(Path(comm_table))}),
+        **({} if comm_table is None else {"comm_table": file_digest(Path(comm_table))}),
         **(more or {}),
     }
 
@@ -90,7 +87,7 @@ def recorded_fingerprint(header: TraceHeader) -> Fingerprint | None:
 def _program(program: ProgramCall) -> str:
     if program.is_module or not Path(program.path).is_file():
         return program.path
-    return f"{Path(program.path).name} {_content(Path(program.path))}"
+    return f"{Path(program.path).name} {file_digest(Path(program.path))}"
 
 
 def _source(source: RuleSet | Path) -> str:
@@ -98,25 +95,7 @@ def _source(source: RuleSet | Path) -> str:
     if isinstance(source, RuleSet):
         return repr(source)
     parts = sorted(source.glob("*.json")) + sorted(source.glob("index-*.parquet"))
-    return _short(*(_content(path) for path in parts))
-
-
-def _content(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    return digest.hexdigest()
-
-
-def _short(*texts: str) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for text in texts:
-        digest.update(f"{len(text)}:{text}".encode())
-    return digest.hexdigest()
+    return files_digest(parts)
 
 
 def _torch() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import polars as pl
 import pytest
 from typer.testing import CliRunner
 
@@ -11,6 +12,8 @@ import prismcalib
 import prismtrace as pt
 from prismcalib import synth
 from prismreplay.cli import app
+from prismreplay.commands_run import _timing
+from prismreplay.errors import PlanError
 from prismreplay.plan import Plan, compile_plan
 
 
@@ -63,6 +66,36 @@ def test_injected_ranks_arrive_later(calibrated, tmp_path):
     assert "of 8" in done.stdout
     before, after = (Plan.read(path).boundary.edge_weight_ns.sum() for path in (plain, slow))
     assert after > before
+
+
+def test_a_plan_of_an_older_calibration_is_refused(calibrated, tmp_path):
+    graph, plan = tmp_path / "graph.parquet", tmp_path / "plan.parquet"
+    graph.write_bytes(calibrated.read_bytes())
+    assert invoke(graph, "--sandbox", "0", "-o", plan).exit_code == 0
+    # By what it holds, whatever its name and the time of the file.
+    assert _timing(pt.open(calibrated), (0,), [], plan, early=False).plan is not None
+
+    slower = pt.open(calibrated)
+    pt.write(
+        pt.Trace(
+            header=slower.header,
+            nodes=slower.nodes.with_columns(
+                dur_ns=pl.when(pl.col("kind") == "compute")
+                .then(pl.col("dur_ns") + 1)
+                .otherwise("dur_ns")
+            ),
+        ),
+        graph,
+    )
+    with pytest.raises(PlanError, match="another calibration") as refused:
+        _timing(pt.open(graph), (0,), [], plan, early=False)
+    assert str(graph) in str(refused.value)
+
+
+def test_a_plan_that_says_nothing_of_its_graph_is_taken(calibrated, tmp_path):
+    compile_plan(pt.open(calibrated), [0]).write(tmp_path / "plan.parquet")
+    timing = _timing(pt.open(calibrated), (0,), [], tmp_path / "plan.parquet", early=False)
+    assert timing.plan.made_from is None
 
 
 def test_ranks_that_are_not_there_are_wrong_usage(calibrated, tmp_path):

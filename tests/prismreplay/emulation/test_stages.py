@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prismreplay.emulation import stages
-from prismreplay.emulation.stages import Stage, StageError, files_digest, kept_note, run_stage
+from prismreplay.emulation.stages import Stage, StageError, inputs_digest, kept_note, run_stage
 
 
 @pytest.fixture
@@ -130,9 +130,9 @@ def test_digests_tell_contents_apart(tmp_path):
     program.write_text("1")
     folder.mkdir()
     (folder / "manifest.json").write_text("{}")
-    before = files_digest([program, folder])
-    assert files_digest([program, folder]) == before
+    before = inputs_digest([program, folder])
+    assert inputs_digest([program, folder]) == before
     (folder / "manifest.json").write_text('{"complete": true}')
-    assert files_digest([program, folder]) != before
-    assert files_digest([program]) != files_digest([program], tmp_path / "train.py")
-    assert files_digest([tmp_path / "builtin:tokens"]) != files_digest([])
+    assert inputs_digest([program, folder]) != before
+    assert inputs_digest([program]) != inputs_digest([program], tmp_path / "train.py")
+    assert inputs_digest([tmp_path / "builtin:tokens"]) != inputs_digest([])
