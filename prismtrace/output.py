@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from prismtrace.owners import mark, remove_left_over
 
 __all__ = [
     "CUT_OFF",
+    "atomic_folder",
     "atomic_output",
     "disk_error",
     "output_error",
@@ -69,6 +71,47 @@ def atomic_output(path: str | os.PathLike[str]) -> Iterator[Path]:
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()
+
+
+@contextmanager
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`; on success it takes the place of `path`.
+
+    Folders above `path` are made if need be. When the block fails, what is in the temporary
+    folder is removed.
+
+    Raises:
+        OutputError: `path` is there already and no empty folder, or cannot be written.
+    """
+    target = Path(path)
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise OutputError(
+            "the output is a folder, and there is a file of that name",
+            where=str(target),
+            hint="name a new folder",
+        )
+    if target.is_dir() and any(target.iterdir()):
+        raise OutputError(
+            "the folder is not empty; traces of other runs in it would be read together",
+            where=str(target),
+            hint="name a new folder",
+        )
+    try:
+        if not target.parent.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=own_prefix(target), dir=target.parent))
+    except OSError as error:
+        raise output_error(target, error.errno or 0) from error
+    try:
+        yield temporary
+        temporary.chmod(0o777 & ~_umask())
+        if target.is_dir():
+            target.rmdir()
+        temporary.rename(target)
+    except OSError as error:
+        raise output_error(target, error.errno or 0) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def disk_error(error: Exception) -> int | None:
@@ -171,9 +214,13 @@ def _permissions(target: Path) -> int:
     """Those of the file that is replaced, else what a plain open() would give."""
     with suppress(OSError):
         return stat.S_IMODE(target.stat().st_mode)
+    return 0o666 & ~_umask()
+
+
+def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
-    return 0o666 & ~mask
+    return mask
 
 
 def output_error(path: Path, number: int) -> OutputError:

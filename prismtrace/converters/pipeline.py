@@ -169,7 +169,14 @@ def convert(
     if mapping is not None or is_operation_level(paths[0]):
         from prismtrace.converters.ops import convert_operations
 
-        return convert_operations(paths, output, mapping=mapping, strict=strict, progress=progress)
+        return convert_operations(
+            paths,
+            output,
+            mapping=mapping,
+            strict=strict,
+            skipped=len(files.skipped),
+            progress=progress,
+        )
     given = given_ranks(paths, ranks or {})
     target = Path(output)
     keep_args = tuple(dict.fromkeys(keep_args))

@@ -19,12 +19,8 @@ The messages are described in `prismtrace.converters.chakra.messages`.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,8 +32,7 @@ from prismtrace.blocks import rank_blocks
 from prismtrace.converters.chakra.kinds import COLLECTIVES
 from prismtrace.converters.chakra.messages import message_class
 from prismtrace.converters.chakra.nodes import NodeType
-from prismtrace.errors import OutputError
-from prismtrace.output import output_error, own_prefix
+from prismtrace.output import atomic_folder
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import Kind, ProcessGroup, TraceHeader
 from prismtrace.trace import PathLike, Trace
@@ -70,9 +65,9 @@ def export_chakra(
         What the format cannot say, and how often it was left out or rounded.
 
     Raises:
-        OutputError: `path` is there already and no empty folder, or cannot be written.
+        OutputError: see `atomic_folder`.
     """
-    with _new_folder(Path(path)) as folder:
+    with atomic_folder(path) as folder:
         base_ns = trace.nodes.select(pl.col("start_ns").min()).collect(engine="streaming").item()
         writer = _Writer(folder, Path(path).name or "trace", trace.header, min(0, base_ns or 0))
         writer.timed = base_ns is not None
@@ -84,39 +79,6 @@ def export_chakra(
         listed = {writer.names[group.id]: list(group.ranks) for group in trace.header.groups}
         (folder / GROUP_FILE).write_text(json.dumps(listed) + "\n", encoding="utf-8")
     return {name: number for name, number in sorted(writer.counts.items()) if number}
-
-
-@contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target`, which takes its place when the block succeeds."""
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise OutputError(
-            "the output of --to chakra is a folder, and there is a file of that name",
-            where=str(target),
-            hint="name a new folder",
-        )
-    if target.is_dir() and any(target.iterdir()):
-        raise OutputError(
-            "the folder is not empty; traces of other runs in it would be read together",
-            where=str(target),
-            hint="name a new folder",
-        )
-    try:
-        temporary = Path(tempfile.mkdtemp(prefix=own_prefix(target), dir=target.parent))
-    except OSError as error:
-        raise output_error(target, error.errno or 0) from error
-    try:
-        yield temporary
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o777 & ~mask)
-        if target.is_dir():
-            target.rmdir()
-        temporary.rename(target)
-    except OSError as error:
-        raise output_error(target, error.errno or 0) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @dataclass

@@ -12,9 +12,11 @@ import pytest
 from prismtrace.converters import convert
 from prismtrace.converters.inputs import expand_inputs
 from prismtrace.converters.kept import count_kept
-from prismtrace.errors import InputFileError, RankError, ValidationError
+from prismtrace.errors import InputFileError, RankError, TraceError, ValidationError
+from prismtrace.headers import read_header
 from tests.prismtrace.chakra_traces import COLL, framed, node
 from tests.prismtrace.kineto_events import run
+from tests.prismtrace.operation_logs import simulate
 from tests.prismtrace.test_pytorch_et import told_apart
 
 
@@ -107,6 +109,22 @@ def test_json_of_other_programs_is_left_out(tmp_path):
     (folder / "list.json").write_bytes(notes)
     with pytest.raises(InputFileError, match=r"none .* is a trace: config.json, list.json"):
         expand_inputs(folder)
+
+
+def test_json_of_other_programs_beside_an_operation_level_log(tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    log, notes = folder / "log.csv", folder / "config.json"
+    simulate().table.write_csv(log)
+    notes.write_text('{"learning_rate": 0.1}')
+    report = convert(folder, tmp_path / "run.parquet")
+    assert report.repairs == read_header(report.output).policies == {"skipped-json": 1}
+    with pytest.raises(ValidationError, match="skipped-json 1"):
+        convert(folder, report.output, strict=True)
+    for named in ([log, notes], [notes, log]):
+        with pytest.raises(TraceError, match=r"no column|no traceEvents") as caught:
+            convert(named, report.output)
+        assert caught.value.where == str(notes)
 
 
 def test_nothing_is_unpacked_outside(tmp_path):

@@ -211,10 +211,12 @@ def test_only_a_new_folder_is_written(tmp_path):
     with pytest.raises(OutputError, match="not empty"):
         export(trace, tmp_path / "full", to="chakra")
     with pytest.raises(OutputError, match="cannot write"):
-        export(trace, tmp_path / "missing" / "job", to="chakra")
+        export(trace, tmp_path / "file" / "job", to="chakra")
     (tmp_path / "empty").mkdir()
-    export(trace, tmp_path / "empty", to="chakra")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "full"]
+    for name in ("empty", "new/parent/job"):
+        export(trace, tmp_path / name, to="chakra")
+        assert (tmp_path / name / "comm_group.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "full", "new"]
 
 
 def test_what_was_written_is_one_message_a_row(tmp_path):

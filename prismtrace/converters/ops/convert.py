@@ -44,14 +44,18 @@ def convert_operations(
     *,
     mapping: PathLike | None = None,
     strict: bool = False,
+    skipped: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> ConvertReport:
-    """Convert the operation-level log of a job; see `prismtrace.converters.convert`."""
+    """Convert the operation-level log of a job; see `prismtrace.converters.convert`.
+
+    `skipped` files beside it, of other programs, were left out.
+    """
     from prismtrace.converters.pipeline import ConvertReport
 
     target = Path(output)
     refuse_inputs(target, [*paths, mapping])
-    trace, counts, matched = operations_trace(paths, mapping=mapping)
+    trace, counts, matched = operations_trace(paths, mapping=mapping, skipped=skipped)
     repairs = trace.header.policies
     if strict and repairs:
         raise ValidationError(
@@ -83,7 +87,7 @@ def convert_operations(
 
 
 def operations_trace(
-    paths: Sequence[Path], *, mapping: PathLike | None = None
+    paths: Sequence[Path], *, mapping: PathLike | None = None, skipped: int = 0
 ) -> tuple[Trace, Counter[str], dict[str, int]]:
     """The trace of a log in memory, counts of rows, edges and assumptions, matched instances.
 
@@ -99,6 +103,7 @@ def operations_trace(
         links = list(pool.map(link_operations, parts))
         instances = matching.result()
     counts = sum((found.counts for found in links), Counter(rows=operations.rows))
+    counts["skipped-json"] = skipped
     header = _header(paths, operations, instances, counts)
     return (
         Trace(header=header, nodes=_lazy_nodes(parts, links, instances)),
@@ -116,6 +121,7 @@ def _header(
         "ended-before-last-member": instances.early_ends,
         "operations-overlap": counts["operations-overlap"],
         "ranks-renumbered": 0 if numbered else grid.ranks,
+        "skipped-json": counts["skipped-json"],
     }
     axes = {"pp": grid.pp_size, "dp": grid.dp_size}
     if grid.tp_size > 1:
