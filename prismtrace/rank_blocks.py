@@ -11,7 +11,7 @@ import polars as pl
 
 from prismtrace.headers import CUT_BEFORE
 from prismtrace.schema import ClockDomain, ProcessGroup, TraceHeader
-from prismtrace.trace import Trace
+from prismtrace.trace import Trace, node_schema
 
 __all__ = ["Names", "in_order", "joined_header", "joined_ranks", "renamed"]
 
@@ -72,8 +72,17 @@ def renamed(nodes: pl.LazyFrame, groups: dict[int, int], streams: dict[int, int]
     changes = {}
     for name, numbers in (("group", groups), ("stream", streams)):
         if any(old != new for old, new in numbers.items()):
-            changes[name] = pl.col(name).replace(numbers)
+            changes[name] = _replaced(name, numbers)
     return nodes.with_columns(**changes)
+
+
+def _replaced(name: str, numbers: dict[int, int]) -> pl.Expr:
+    """Like `Expr.replace`, but block by block: for that one, Polars holds all rows in memory."""
+    return pl.col(name).map_batches(
+        lambda block: block.replace(numbers),
+        return_dtype=node_schema()[name],
+        is_elementwise=True,
+    )
 
 
 def in_order(frames: list[pl.LazyFrame], *, apart: bool = False) -> pl.LazyFrame:
