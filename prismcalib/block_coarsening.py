@@ -29,9 +29,10 @@ from prismcalib.coarsening import (
     noted,
     probe,
 )
-from prismcalib.contraction import Net, contract
+from prismcalib.contraction import contract
 from prismcalib.graph import Graph, Int32Array
 from prismcalib.made_table import made_table
+from prismcalib.net import Net
 from prismcalib.propagation import propagate
 from prismcalib.waiting import waiting_rows
 from prismtrace.schema import TraceHeader

@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from prismcalib.blocks import Layout, is_large
 from prismcalib.build import graph_from_trace, require_table_memory
 from prismcalib.coarse_rows import Timeline, coarse_rows, sequence_numbers
-from prismcalib.contraction import Net, contract, net_of
+from prismcalib.contraction import contract
 from prismcalib.errors import CoarsenError
 from prismcalib.graph import Graph, Int32Array, Int64Array
+from prismcalib.net import Net, net_of
 from prismcalib.propagation import Timing, propagate, propagate_batch
 from prismcalib.waiting import waiting_rows
 from prismtrace.schema import LOCAL_KINDS, P2P_KINDS, TraceHeader, TraceKind

@@ -8,8 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prismcalib.contraction import contract, net_of
+from prismcalib.contraction import contract
 from prismcalib.graph import Graph
+from prismcalib.net import net_of
 from prismcalib.propagation import propagate
 
 GROUPS = [(0, 1), (2, 3), (0, 1, 2, 3), (1, 2)]
