@@ -5,45 +5,37 @@ and header lines changed over the years (before 2019 times are in ms, `root` com
 name of the test is printed since 2025), so columns are found by their names.  Launchers put
 their own text around and in front of it; whatever is no line of the table is skipped.
 
-Everything ends as rows of one shape, `SCHEMA`.
+Everything ends as rows of one shape, `prismcalib.comm_samples.SCHEMA`.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
+from prismcalib.comm_samples import (
+    CSV_COLUMNS,
+    SCHEMA,
+    csv_rows,
+    dtype_of,
+    finite,
+    plain_rows,
+    sample_row,
+    whole,
+)
 from prismcalib.errors import CommLogError
 from prismtrace.errors import InputFileError
-from prismtrace.output import atomic_output
-from prismtrace.schema import DType, Kind
+from prismtrace.schema import Kind
 
-__all__ = ["SCHEMA", "Assumed", "Reading", "read_comm_log", "write_comm_samples"]
-
-SCHEMA = {
-    "kind": pl.String,
-    "dtype": pl.String,
-    "ranks": pl.Int32,
-    "hosts": pl.Int32,
-    "bytes": pl.Int64,
-    "in_place": pl.Boolean,
-    "time_ns": pl.Int64,
-    "cpu_ns": pl.Int64,
-}
-"""One measurement: `bytes` as nccl-tests counts them, `time_ns` of one operation.
-
-`cpu_ns` is the processor time that the backend's own threads took for it on one rank, on average;
-null where nobody measured it.
-"""
+__all__ = ["Assumed", "Reading", "bus_factor", "read_comm_log"]
 
 _TESTS = {
     "all_reduce": Kind.ALL_REDUCE,
@@ -56,19 +48,6 @@ _TESTS = {
     "alltoall": Kind.ALL_TO_ALL,
     "sendrecv": Kind.SEND,
 }
-_DTYPES = {
-    "char": DType.INT8,
-    "int": DType.INT32,
-    "half": DType.FLOAT16,
-    "float": DType.FLOAT32,
-    "double": DType.FLOAT64,
-    "f8e4m3": DType.FLOAT8_E4M3FN,
-    "fp8_e4m3": DType.FLOAT8_E4M3FN,
-    "f8e5m2": DType.FLOAT8_E5M2,
-    "fp8_e5m2": DType.FLOAT8_E5M2,
-} | {name.value: name for name in DType}
-
-# Of these, the bus bandwidth is the plain one.
 _ONE_SENDER = frozenset({Kind.BROADCAST, Kind.REDUCE, Kind.SEND})
 
 _JSON = re.compile(r"\s*(\{|\[\s*[{\]])")
@@ -97,7 +76,7 @@ class Reading:
 
     Attributes:
         path: the file.
-        samples: columns of `SCHEMA`.
+        samples: columns of `prismcalib.comm_samples.SCHEMA`.
         skipped: lines that were measurements but are not used, by reason.
     """
 
@@ -139,7 +118,7 @@ def read_comm_log(path: str | os.PathLike[str], *, assumed: Assumed | None = Non
     if _JSON.match(text):
         rows = list(_json_rows(text, file, assumed, skipped))
     elif "time_ns" in text.lstrip("\ufeff \n").partition("\n")[0]:
-        rows = list(_csv_rows(text, file))
+        rows = list(csv_rows(text, file))
     else:
         rows = list(_text_rows(text, file, assumed, skipped))
     if not rows:
@@ -148,23 +127,9 @@ def read_comm_log(path: str | os.PathLike[str], *, assumed: Assumed | None = Non
             "no measured time found" + (f" ({reasons})" if reasons else ""),
             where=str(file),
             hint="expected is the output of nccl-tests (all_reduce_perf and so on; text, or "
-            f"JSON by -J), or a CSV with the columns {', '.join(_CSV_COLUMNS)}",
+            f"JSON by -J), or a CSV with the columns {', '.join(CSV_COLUMNS)}",
         )
     return Reading(file, pl.DataFrame(rows, schema=SCHEMA), dict(skipped))
-
-
-def write_comm_samples(path: str | os.PathLike[str], samples: pl.DataFrame) -> None:
-    """Write measurements as a CSV that `read_comm_log` reads.
-
-    Args:
-        path: file to write.
-        samples: columns of `SCHEMA`.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
-    with atomic_output(path) as temporary:
-        samples.select(list(SCHEMA)).write_csv(temporary)
 
 
 # --- text of nccl-tests -----------------------------------------------------------------
@@ -234,7 +199,7 @@ def _finish(
     _check_bandwidths(run, kind, ranks, where)
     for row in run.rows:
         place = f"{path}:{row['line']}"
-        size, dtype = _integer(row["size"], place), _dtype(row["type"], place)
+        size, dtype = whole(row["size"], place), dtype_of(row["type"], place)
         if size == 0:
             skipped["of no bytes"] += 1
             continue
@@ -246,25 +211,13 @@ def _finish(
             elif _wrong(row.get(f"wrong{half}")):
                 skipped["with wrong results"] += 1
             else:
-                time = _number(row[f"time{half}"])
+                time = finite(row[f"time{half}"])
                 if time is None or not time > 0:
                     skipped["without a time"] += 1
                     continue
-                yield _sample(kind, dtype, ranks, hosts, size, round(time * run.unit_ns), in_place)
-
-
-def _sample(
-    kind: Kind,
-    dtype: DType,
-    ranks: int,
-    hosts: int,
-    size: int,
-    ns: int,
-    in_place: bool,
-    cpu_ns: int | None = None,
-) -> dict[str, Any]:
-    values = (kind.value, dtype.value, ranks, hosts, size, in_place, ns, cpu_ns)
-    return dict(zip(SCHEMA, values, strict=True))
+                yield sample_row(
+                    kind, dtype, ranks, hosts, size, round(time * run.unit_ns), in_place
+                )
 
 
 def _kind(name: str | None, assumed: Assumed, where: str) -> Kind:
@@ -320,7 +273,7 @@ def bus_factor(kind: Kind, ranks: int) -> float:
 
 def _check_bandwidths(run: _Run, kind: Kind, ranks: int, where: str) -> None:
     """Bus bandwidth over bandwidth depends on the kind and number of ranks: both are checked."""
-    pairs = [(_number(row.get("algbw")), _number(row.get("busbw"))) for row in run.rows]
+    pairs = [(finite(row.get("algbw")), finite(row.get("busbw"))) for row in run.rows]
     # Few digits say too little.
     ratios = sorted(bus / alg for alg, bus in pairs if alg and bus and alg >= 1)
     if not ratios:
@@ -337,70 +290,12 @@ def _check_bandwidths(run: _Run, kind: Kind, ranks: int, where: str) -> None:
 
 
 def _wrong(cell: Any) -> bool:
-    count = _number(cell)
+    count = finite(cell)
     # Old versions print the largest relative difference instead of a count.
     return count is not None and count >= 1
 
 
-def _number(cell: Any) -> float | None:
-    try:
-        value = float(cell)
-    except (TypeError, ValueError):
-        return None
-    return value if abs(value) < float("inf") else None
-
-
-def _integer(cell: Any, where: str, name: str = "size") -> int:
-    try:
-        value = int(cell)
-    except (TypeError, ValueError):
-        value = -1
-    if not 0 <= value < 2**63:
-        raise CommLogError(f"{name} is {cell!r}, not a whole number", where=where)
-    return value
-
-
-def _dtype(cell: Any, where: str) -> DType:
-    if cell not in _DTYPES:
-        raise CommLogError(f"unknown data type {cell!r}", where=where)
-    return _DTYPES[cell]
-
-
 # --- tables and JSON --------------------------------------------------------------------
-
-_CSV_COLUMNS = ("kind", "dtype", "ranks", "hosts", "bytes", "time_ns")
-
-
-def _csv_rows(text: str, path: Path) -> Iterator[dict[str, Any]]:
-    reader = csv.DictReader(text.lstrip("\ufeff").splitlines(), skipinitialspace=True)
-    yield from _plain_rows((f"{path}:{reader.line_num}", row) for row in reader)
-
-
-def _plain_rows(
-    given: Iterable[tuple[str, Mapping[str, Any]]],
-) -> Iterator[dict[str, Any]]:
-    for place, row in given:
-        absent = [name for name in _CSV_COLUMNS if row.get(name) in (None, "")]
-        if absent:
-            raise CommLogError(
-                f"{', '.join(absent)} is missing",
-                where=place,
-                hint=f"columns: {', '.join(_CSV_COLUMNS)}; optional: in_place, cpu_ns",
-            )
-        if row["kind"] not in {kind.value for kind in Kind if kind.is_communication}:
-            raise CommLogError(f"unknown kind {row['kind']!r}", where=place)
-        kind = Kind.SEND if row["kind"] == Kind.RECV else Kind(row["kind"])
-        ranks, hosts, size = (_integer(row[name], place, name) for name in _CSV_COLUMNS[2:5])
-        time = _number(row["time_ns"])
-        if time is None or time <= 0 or ranks < 2:
-            raise CommLogError("an operation takes time, and at least two ranks", where=place)
-        if not 1 <= hosts <= ranks:
-            raise CommLogError("as many hosts as ranks at most, and at least one", where=place)
-        in_place = str(row.get("in_place") or "false").lower() in ("true", "1", "yes")
-        dtype = _dtype(row["dtype"], place)
-        cpu = row.get("cpu_ns")
-        cpu_ns = None if cpu in (None, "") else _integer(cpu, place, "cpu_ns")
-        yield _sample(kind, dtype, ranks, hosts, size, round(time), in_place, cpu_ns)
 
 
 def _json_rows(
@@ -415,7 +310,7 @@ def _json_rows(
     samples = content.get("samples") if isinstance(content, dict) else content
     if isinstance(samples, list) and all(isinstance(row, dict) for row in samples):
         places = ((f"{path} sample {at}", row) for at, row in enumerate(samples))
-        yield from _plain_rows(places)
+        yield from plain_rows(places)
         return
     if not isinstance(content, dict) or not isinstance(content.get("results"), list):
         raise CommLogError("JSON, but not of nccl-tests or comm-bench", where=str(path))

@@ -29,7 +29,8 @@ from typing import NamedTuple
 
 import polars as pl
 
-from prismcalib.comm_logs import SCHEMA, Assumed, Reading, read_comm_log
+from prismcalib.comm_logs import Assumed, Reading, read_comm_log
+from prismcalib.comm_samples import SCHEMA
 from prismcalib.errors import CommLogError
 from prismtrace.output import atomic_output
 from prismtrace.reading import read_table

@@ -60,7 +60,8 @@ def bench_communications(
         RankFailedError: a rank failed.
         OutputError: the output cannot be written.
     """
-    from prismcalib.comm_logs import Reading, write_comm_samples
+    from prismcalib.comm_logs import Reading
+    from prismcalib.comm_samples import write_comm_samples
     from prismcalib.comm_table import CommTable
     from prismreplay.comm_bench.measuring import take_part
 

@@ -34,7 +34,7 @@ import polars as pl
 import torch
 from torch import distributed
 
-from prismcalib.comm_logs import SCHEMA
+from prismcalib.comm_samples import SCHEMA
 from prismreplay.comm_bench.spec import BenchSpec, Placement, placements
 from prismreplay.errors import CommBenchError
 from prismtrace.schema import Kind
@@ -64,7 +64,7 @@ class Measured:
     """What rank 0 gets.
 
     Attributes:
-        samples: columns of `prismcalib.comm_logs.SCHEMA`; one for every round.
+        samples: columns of `prismcalib.comm_samples.SCHEMA`; one for every round.
         ranks: that were there.
         hosts: that they were on.
         skipped: operations that the backend cannot do, and why.

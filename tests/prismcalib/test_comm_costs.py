@@ -10,7 +10,8 @@ import pytest
 
 from prismcalib import synth
 from prismcalib.comm_costs import group_spread
-from prismcalib.comm_logs import SCHEMA, Reading
+from prismcalib.comm_logs import Reading
+from prismcalib.comm_samples import SCHEMA
 from prismcalib.comm_table import CommTable
 from prismcalib.errors import CommLogError, MergeInputError
 from prismcalib.merging import merge

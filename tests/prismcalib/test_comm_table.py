@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prismcalib.comm_logs import SCHEMA, Reading
+from prismcalib.comm_logs import Reading
+from prismcalib.comm_samples import SCHEMA
 from prismcalib.comm_table import CommTable, Operation, read_comm_logs
 from prismcalib.errors import CommLogError
 from prismtrace.errors import InputFileError, OutputError

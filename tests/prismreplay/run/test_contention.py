@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prismcalib.comm_logs import SCHEMA, Reading
+from prismcalib.comm_logs import Reading
+from prismcalib.comm_samples import SCHEMA
 from prismcalib.comm_table import CommTable
 from prismreplay.run.contention import Contention, ProcessorCosts
 from prismreplay.runtime.operations import Call, Group, Op
