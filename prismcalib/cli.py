@@ -14,7 +14,8 @@ from prismcalib.commands_report import report
 from prismcalib.commands_stragglers import stragglers
 from prismcalib.commands_waits import waits
 from prismcalib.commands_whatif import EditCommand, what_if
-from prismtrace.console import counted, new_app, print_json, progress, run
+from prismtrace.console import counted, new_app, print_json, progress
+from prismtrace.exit_codes import run
 
 app = new_app("From recorded ranks to one true timeline, and what it says about the run.")
 

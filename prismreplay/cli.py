@@ -13,7 +13,7 @@ from prismreplay.commands_plan import plan
 from prismreplay.commands_record import record
 from prismreplay.commands_run import run
 from prismreplay.commands_slice import slice_
-from prismtrace import console
+from prismtrace import console, exit_codes
 
 __all__ = ["app", "main"]
 
@@ -63,7 +63,7 @@ def doctor(
 
 def main() -> NoReturn:
     """Entry point of the console script."""
-    console.run(app)
+    exit_codes.run(app)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from prismtrace import console
+from prismtrace import console, exit_codes
 from prismtrace.arguments import JsonFlag, TraceArgument, chosen_ranks
 from prismtrace.commands_convert import convert
 from prismtrace.commands_hang import hang
@@ -182,7 +182,7 @@ app.command()(concat)
 
 def main() -> NoReturn:
     """Entry point of the console script."""
-    console.run(app)
+    exit_codes.run(app)
 
 
 if __name__ == "__main__":

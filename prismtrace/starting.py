@@ -1,7 +1,7 @@
 """Where the three commands begin: Ctrl-C ends them without a traceback from the first moment.
 
 Loading a command takes a while, and Python answers Ctrl-C in it with a page of imports. Until
-`console.run` takes over, the signal ends the process as it ends any other program. Only the
+`exit_codes.run` takes over, the signal ends the process as it ends any other program. Only the
 commands come here; to import a package changes nothing.
 """
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prismtrace import console
+from prismtrace import console, exit_codes
 from prismtrace.errors import InputFileError
 
 PROGRAM = '''
 import sys
-from prismtrace import console
+from prismtrace import console, exit_codes
 from prismtrace.errors import InputFileError
 
 app = console.new_app("A program for tests.")
@@ -61,7 +61,7 @@ def bar():
         bar.describe("done")
     print("result")
 
-console.run(app)
+exit_codes.run(app)
 '''
 
 
@@ -88,7 +88,7 @@ def test_polars_without_threads_is_told(monkeypatch, capsys):
     monkeypatch.setenv("POLARS_MAX_THREADS", "0")
     monkeypatch.setattr("sys.argv", ["program"])
     with pytest.raises(SystemExit) as ended:
-        console.run(console.new_app("A program for tests."))
+        exit_codes.run(console.new_app("A program for tests."))
     assert ended.value.code == 1
     assert capsys.readouterr().err.splitlines() == [
         "error: Polars cannot work with 0 threads [POLARS_MAX_THREADS=0]",
@@ -109,7 +109,7 @@ def test_polars_that_gets_no_threads_is_told(monkeypatch, capsys):
     def ended(what: str) -> object:
         monkeypatch.setattr("sys.argv", ["program", "main", what])
         with pytest.raises(SystemExit) as caught:
-            console.run(app)
+            exit_codes.run(app)
         return caught.value.code
 
     assert ended("OS can't spawn worker thread: Resource temporarily unavailable") == 1
