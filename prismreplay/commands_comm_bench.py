@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -187,10 +188,10 @@ def _show(report: BenchReport, *, json: bool) -> None:
     for kind, reason in report.skipped.items():
         print(f"not measured: {kind}, which {report.backend} cannot do ({reason})")
     if report.output.suffix == ".csv":
-        print(f"next: prismcalib comm-table {report.output} -o table.parquet")
+        print(f"next: prismcalib comm-table {quote(str(report.output))} -o table.parquet")
     else:
         print(
-            f"next: prismcalib merge slices/*.parquet --comm-table {report.output} "
+            f"next: prismcalib merge slices/*.parquet --comm-table {quote(str(report.output))} "
             "--ranks-per-host N -o job.parquet"
         )
     console.announce_output(report.output)

@@ -81,8 +81,8 @@ def record(
         return
     from prismreplay.collect.programs import program_of
     from prismreplay.errors import RankFailedError
+    from prismreplay.record import assembling_line, record_spools
     from prismreplay.record import record as run
-    from prismreplay.record import record_spools
     from prismtrace.output import refuse_inputs
 
     is_script = nproc_per_node is not None or words[0] == "-m" or words[0].endswith(".py")
@@ -93,7 +93,7 @@ def record(
         if spools is not None:
             record_spools(words, spools, program=program, ranks=ranks, log_dir=log_dir)
             print(f"recorded {console.counted(len(list(spools.glob('*.spool'))), 'rank')}")
-            print(f"next: prismreplay record --assemble {spools} -o {output}")
+            print(f"next: {assembling_line(spools, output)}")
             return
         report = run(
             words, output, program=program, ranks=ranks, log_dir=log_dir, quiet_stdout=json
@@ -108,7 +108,7 @@ def record(
             print(
                 "note: if the program stood still, `prismreplay collect` says at which line; what was "
                 "recorded until then is kept, and tells where every rank stood: "
-                f"prismreplay record --assemble {kept} -o {output}",
+                + assembling_line(kept, output),
                 file=sys.stderr,
             )
         raise

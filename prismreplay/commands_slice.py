@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -211,20 +212,21 @@ def _print(report: SlicingReport, options: SliceOptions) -> None:
         print(f"{name + ':' if name else '':<18} {text}")
     _warn(report)
     print()
+    folder = quote(str(report.folder))
     if options.only is not None:
         print(f"wrote slice {options.only} of {len(report.slices)} in {report.folder}")
-        alone = f"{report.folder}/slice-{options.only:04d}*.parquet"
+        alone = f"{folder}/slice-{options.only:04d}*.parquet"
         print(f"next: prismcalib merge {alone} --base aligned.parquet -o realigned.parquet")
         return
     print(f"wrote {len(report.slices)} slices in {report.folder}")
-    graph = " ".join(str(path) for path in report.graph)
+    graph = " ".join(quote(str(path)) for path in report.graph)
     costs = ""
     if report.split_groups:
         costs = f" --ranks-per-host {options.local_world_size or report.world_size}"
-        costs += "" if options.comm_table is None else f" --comm-table {options.comm_table}"
+        if options.comm_table is not None:
+            costs += f" --comm-table {quote(str(options.comm_table))}"
     print(
-        f"next: prismcalib merge {report.folder}/slice-*.parquet --bare {graph}{costs} "
-        "-o aligned.parquet"
+        f"next: prismcalib merge {folder}/slice-*.parquet --bare {graph}{costs} -o aligned.parquet"
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.programs import ProgramCall
@@ -30,7 +31,7 @@ from prismtrace.output import output_error, writable_target
 from prismtrace.schema import TraceHeader, TraceKind
 from prismtrace.spool import SPOOL_SUFFIX, read_spool
 
-__all__ = ["RecordReport", "assemble_spools", "record", "record_spools"]
+__all__ = ["RecordReport", "assemble_spools", "assembling_line", "record", "record_spools"]
 
 _ROLE_VARIABLE = "PRISMREPLAY_ROLE"
 _SPOOLS_VARIABLE = "PRISMREPLAY_SPOOLS"
@@ -248,12 +249,15 @@ def _failure(launcher: str, code: int, spools: Path) -> RankFailedError:
 def _with_hint(error: RankFailedError, spools: Path, output: Path) -> RankFailedError:
     if not _spools_in(spools):
         return error
-    hint = (
-        f"what was recorded until then is kept: prismreplay record --assemble {spools} -o {output}"
-    )
+    hint = f"what was recorded until then is kept: {assembling_line(spools, output)}"
     if _ends_in_gloo(error):
         hint = f"which ranks do not fit, and at which line, says `prismreplay collect`; {hint}"
     return RankFailedError(error.message, where=error.where, report=error.report, hint=hint)
+
+
+def assembling_line(spools: Path, output: Path) -> str:
+    """The command that makes a trace of what was recorded, to be typed as it is."""
+    return f"prismreplay record --assemble {quote(str(spools))} -o {quote(str(output))}"
 
 
 def _ends_in_gloo(error: RankFailedError) -> bool:

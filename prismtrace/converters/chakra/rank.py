@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -143,7 +144,7 @@ def _rank(path: Path, facts: dict[str, int | str], given: int | None) -> int:
         raise RankError(
             "the file does not say which rank it is (Chakra traces are called NAME.RANK.et)",
             where=str(path),
-            hint=f"say it: --rank {path.name}=N",
+            hint=f"say it: --rank {quote(path.name)}=N",
         )
     return named
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 
@@ -34,7 +35,7 @@ def rank_of(path: Path, given: int | None) -> int:
         raise RankError(
             "by its name a copy that was put aside, not the flight-recorder dump of a rank",
             where=str(path),
-            hint=f"leave it out, or say whose it is: --rank {path.name}=N",
+            hint=f"leave it out, or say whose it is: --rank {quote(path.name)}=N",
         )
     if (named := rank_in_name(path)) is not None:
         return named
@@ -44,7 +45,7 @@ def rank_of(path: Path, given: int | None) -> int:
     raise RankError(
         "a flight-recorder dump does not say which rank it is, and its name does not either",
         where=str(path),
-        hint=f"say it: --rank {path.name}=N",
+        hint=f"say it: --rank {quote(path.name)}=N",
     )
 
 

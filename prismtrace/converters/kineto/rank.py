@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 import polars as pl
@@ -48,7 +49,7 @@ def find_rank(file: KinetoFile, given: int | None) -> int:
     if named is not None:
         return named
     silent = "the file does not say which rank it is (no distributedInfo, no rank in its name)"
-    say_it = f"say it: --rank {file.path.name}=N"
+    say_it = f"say it: --rank {quote(file.path.name)}=N"
     useless = _why_useless(file)
     if useless is not None:
         # Whoever only learned of the rank would look it up in vain.

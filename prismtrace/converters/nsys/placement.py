@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from prismtrace.converters.inputs import rank_in_name
 from prismtrace.converters.nsys.session import Session
@@ -66,7 +67,7 @@ def place_processes(
                 "the export does not say which rank its process is (no RANK in the environment "
                 "of the program, no rank in the file's name)",
                 where=str(path),
-                hint=f"say it: --rank {path.name}=N",
+                hint=f"say it: --rank {quote(path.name)}=N",
             )
         return {pid: _believable(rank, path)}
     counts["assumed-rank-order"] += len(pids)
@@ -83,7 +84,7 @@ def _believable(rank: int, path: Path) -> int:
         raise RankError(
             f"rank {rank}; a job has at most {MOST_RANKS} ranks",
             where=str(path),
-            hint=f"correct it with --rank {path.name}=N",
+            hint=f"correct it with --rank {quote(path.name)}=N",
         )
     return rank
 

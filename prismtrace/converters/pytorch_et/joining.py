@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import polars as pl
@@ -66,7 +67,7 @@ def apart(
             raise RankError(
                 "the execution trace does not say which rank it is (no rank in its name)",
                 where=str(path),
-                hint=f"say it: --rank {path.name}=N",
+                hint=f"say it: --rank {quote(path.name)}=N",
             )
         if rank in found:
             raise RankError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 import polars as pl
@@ -44,7 +45,7 @@ def convert_execution_trace(
         raise RankError(
             "the execution trace does not say which rank it is (no rank in its name)",
             where=str(path),
-            hint=f"say it: --rank {path.name}=N",
+            hint=f"say it: --rank {quote(path.name)}=N",
         )
     if not trace.records:
         raise InputFileError(
