@@ -22,12 +22,13 @@ class Claim:
 
     Args:
         folder: made if it is not there.
+        shared: let others in that share it, too: each writes something else.
 
     Raises:
         OutputError: another run writes there, or the folder cannot be made.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, shared: bool = False) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -37,7 +38,8 @@ class Claim:
         self._end = weakref.finalize(self, _close, self.descriptor, os.getpid())
         self._end.atexit = False
         try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            fcntl.flock(self.descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.close()
             raise OutputError(

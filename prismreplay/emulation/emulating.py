@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from prismreplay.emulation.stages import (
     run_stage,
 )
 from prismreplay.run.injecting import edits_of
-from prismtrace.output import output_error
+from prismtrace.claiming import Claim
 from prismtrace.ranks import format_ranks
 
 __all__ = ["EmulateOptions", "Emulation", "StageRecord", "Watcher", "emulate"]
@@ -121,7 +122,7 @@ def emulate(
     Raises:
         ProgramError: the program cannot be found.
         InputFileError: a file that is named cannot be read.
-        OutputError: the folder cannot be written.
+        OutputError: the folder cannot be written, or another chain writes there.
         PlanError: what is to be injected cannot be understood.
         StageError: a stage failed, and has said why.
     """
@@ -129,31 +130,16 @@ def emulate(
     call.check()
     # Now, not only when all else is done.
     injected = edits_of(options.inject, options.sandbox, options.world_size)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise output_error(folder, error.errno or 0) from error
-    chain = _Chain(
-        program=tuple(program),
-        folder=folder,
-        options=options,
-        job=inputs_digest(_program_files(call), options.mock_router),
-        sources=inputs_digest(map(Path, options.tensors)),
-    )
-    records: list[StageRecord] = []
-    notes: Notes = {}
-    for number, make in enumerate(chain.makers, start=1):
-        stage = make(notes)
-        if stage is None:
-            continue
-        note = kept_note(folder, stage)
-        kept = note is not None
-        watcher.begins(number, len(chain.makers), stage, note)
-        if note is None:
-            note = run_stage(folder, stage)
-            watcher.ended(note)
-        notes[stage.name] = note
-        records.append(StageRecord(stage.name, stage.line, note.wall_s, kept))
+    # Also between stages, and while one measures: two chains would take each other's cores.
+    with contextlib.closing(Claim(folder)):
+        chain = _Chain(
+            program=tuple(program),
+            folder=folder,
+            options=options,
+            job=inputs_digest(_program_files(call), options.mock_router),
+            sources=inputs_digest(map(Path, options.tensors)),
+        )
+        records, notes = _run_stages(chain, watcher)
     findings = find(
         folder / "calibrated.parquet",
         {name: note.report for name, note in notes.items()},
@@ -162,6 +148,24 @@ def emulate(
         injected,
     )
     return Emulation(folder, tuple(records), findings)
+
+
+def _run_stages(chain: _Chain, watcher: Watcher) -> tuple[list[StageRecord], Notes]:
+    records: list[StageRecord] = []
+    notes: Notes = {}
+    for number, make in enumerate(chain.makers, start=1):
+        stage = make(notes)
+        if stage is None:
+            continue
+        note = kept_note(chain.folder, stage)
+        kept = note is not None
+        watcher.begins(number, len(chain.makers), stage, note)
+        if note is None:
+            note = run_stage(chain.folder, stage)
+            watcher.ended(note)
+        notes[stage.name] = note
+        records.append(StageRecord(stage.name, stage.line, note.wall_s, kept))
+    return records, notes
 
 
 Notes = dict[str, Note]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import selectors
@@ -25,6 +26,7 @@ from prismreplay.slicing.settling import Round, difference
 from prismreplay.slicing.task import SliceOutcome, SliceTask
 from prismreplay.slicing.workers import Nursery, Worker
 from prismreplay.tensors.choices import TensorChoices
+from prismtrace.claiming import Claim
 from prismtrace.output import output_error, refuse_inputs
 from prismtrace.schema import TraceKind
 from prismtrace.trace import Trace, open_trace
@@ -146,7 +148,7 @@ def slice_job(
 
     Raises:
         SliceError: the graph is none, or slice `only` is no part of it, or does not fit others.
-        OutputError: the folder cannot be written.
+        OutputError: the folder cannot be written, or another campaign writes there.
         WorkError: a slice failed; those that were finished stay.
     """
     begun = time.monotonic()
@@ -195,7 +197,11 @@ class _Campaign:
 
     def run(self) -> tuple[Round, ...]:
         """All rounds; what changed from one to the next."""
-        _make(self._folder)
+        # Another campaign would make the same slices, and take cores while these are timed.
+        with contextlib.closing(Claim(self._folder, shared=self._options.only is not None)):
+            return self._rounds()
+
+    def _rounds(self) -> tuple[Round, ...]:
         steps = self._options.steps
         if steps is not None:
             kept = self._folder / "bare.parquet"

@@ -24,6 +24,18 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+def test_what_is_shared_is_shared_only_with_those_that_share_it(tmp_path: Path) -> None:
+    first, second = Claim(tmp_path, shared=True), Claim(tmp_path, shared=True)
+    with pytest.raises(OutputError, match="another run is writing"):
+        Claim(tmp_path)
+    first.close()
+    second.close()
+    alone = Claim(tmp_path)
+    with pytest.raises(OutputError, match="another run is writing"):
+        Claim(tmp_path, shared=True)
+    alone.close()
+
+
 def test_a_claim_ends_with_its_owner(tmp_path: Path) -> None:
     claim = Claim(tmp_path)
     del claim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from prismreplay.emulation import emulating
 from prismreplay.emulation.emulating import EmulateOptions, emulate
 from prismreplay.emulation.stages import StageError
 from prismreplay.errors import PlanError, ProgramError
+from prismtrace.claiming import Claim
+from prismtrace.errors import OutputError
 
 ALL = ["collect", "comm-bench", "slice", "merge", "run"]
 
@@ -72,6 +75,19 @@ def test_a_chain_is_five_commands(commands, train):
     for name in ("collect", "slice", "run"):
         assert commands[name][-4:] == ("--", *train)
     assert "--" not in commands["merge"]
+
+
+def test_a_folder_is_one_chain_s_at_a_time(commands, train):
+    options = EmulateOptions(world_size=16, devices=2)
+    watching = Watching()
+    with (
+        contextlib.closing(Claim(Path("work"))),
+        pytest.raises(OutputError, match="another run is writing"),
+    ):
+        emulate(train, Path("work"), options, watching)
+    assert watching.begun == []
+    assert not commands
+    emulate(train, Path("work"), options, watching)
 
 
 def test_a_second_time_nothing_is_run(commands, train):

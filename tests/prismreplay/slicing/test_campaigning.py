@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -18,6 +19,8 @@ from prismreplay.slicing.running import _is_mixed, _source
 from prismreplay.slicing.task import SliceTask
 from prismreplay.slicing.workers import Nursery, WorkError
 from prismreplay.tensors.choices import TensorChoices
+from prismtrace.claiming import Claim
+from prismtrace.errors import OutputError
 from prismtrace.headers import read_header
 from prismtrace.trace import node_schema, open_trace
 from tests.prismreplay.slicing.jobs import bare_graph, perform
@@ -92,6 +95,18 @@ def test_one_slice_is_run_again_alone(job):
     assert before["slice-0001.parquet"] != after["slice-0001.parquet"]
     with pytest.raises(SliceError, match="no slice 2"):
         run(SliceOptions(graph, 2, only=2))
+
+
+def test_a_folder_is_one_campaign_s_at_a_time(job):
+    folder, graph, run = job
+    with contextlib.closing(Claim(folder / "slices")):
+        for options in (SliceOptions(graph, 2), SliceOptions(graph, 2, only=1)):
+            with pytest.raises(OutputError, match="another run is writing"):
+                run(options)
+    # Single slices, perhaps on other hosts, are made side by side.
+    with contextlib.closing(Claim(folder / "slices", shared=True)):
+        assert run(SliceOptions(graph, 2, only=1)).ran == 1
+    assert run(SliceOptions(graph, 2)).kept == 1
 
 
 def test_files_of_others_are_not_touched(job):
