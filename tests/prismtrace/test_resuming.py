@@ -257,7 +257,7 @@ def test_another_version_on_the_cluster(part: tuple[Path, Path, str]) -> None:
 def cluster() -> Any:
     distributed = pytest.importorskip("distributed", reason="needs pip install 'prismllm[dask]'")
     with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, dashboard_address=None
+        n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0"
     ) as started:
         yield started
 
