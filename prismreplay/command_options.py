@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 __all__ = [
+    "Inject",
     "Json",
     "LocalWorldSize",
     "MockRouter",
@@ -50,6 +51,13 @@ ShmDir = Annotated[
 MockRouter = Annotated[
     Path | None,
     typer.Option(metavar="FILE.toml", help="Shares of tokens that experts get."),
+]
+Inject = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="WHAT",
+        help="Change virtual ranks, as in rank=12,kind=compute,scale=1.4. Repeatable.",
+    ),
 ]
 VirtualTensors = Annotated[
     list[str] | None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prismreplay.command_options import Json, read_ranks
+from prismreplay.command_options import Inject, Json, read_ranks
 from prismtrace import console
 
 if TYPE_CHECKING:
@@ -29,13 +29,7 @@ def plan(
     output: Annotated[Path, typer.Option("-o", "--output", help="The plan to write.")] = Path(
         "plan.parquet"
     ),
-    inject: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="WHAT",
-            help="Change virtual ranks, as in rank=12,kind=compute,scale=1.4. Repeatable.",
-        ),
-    ] = None,
+    inject: Inject = None,
     json: Json = False,
 ) -> None:
     """Work out when virtual ranks arrive, for runs of the same ranks: once instead of each time.

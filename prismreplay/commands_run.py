@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prismreplay.command_options import (
+    Inject,
     Json,
     LocalWorldSize,
     MockRouter,
@@ -77,13 +78,7 @@ def run(
             "taken from it beside its computation."
         ),
     ] = None,
-    inject: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="WHAT",
-            help="Change virtual ranks, as in rank=12,kind=compute,scale=1.4. Repeatable.",
-        ),
-    ] = None,
+    inject: Inject = None,
     spin: Annotated[
         tuple[str, float] | None,
         typer.Option(
