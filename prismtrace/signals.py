@@ -36,18 +36,23 @@ _LONGEST_WAIT_S = 60.0
 def stop_signals() -> Iterator[list[int]]:
     """While the block runs, SIGTERM and SIGHUP raise KeyboardInterrupt in it, as Ctrl-C does.
 
-    Yields the numbers of the signals that came, without Ctrl-C. Only the first counts; cleaning up
-    is not interrupted by the next, other than Ctrl-C. A signal that the caller ignores (`nohup`)
+    Yields the numbers of the signals that came, without Ctrl-C. Only the first counts, Ctrl-C
+    included, which often comes with a SIGTERM from the command that started this one; cleaning up
+    is not interrupted by the next, other than Ctrl-C. What comes after the block is over raises
+    nothing. A signal that the caller ignores (`nohup`)
     or handles stays as it is.
     """
     stopped: list[int] = []
+    over = False
     interruption = _Interruption()
 
     def stop(number: int, frame: FrameType | None) -> None:
+        if over:
+            return
         if number != signal.SIGINT:
             stopped.append(number)
-            for other in previous.keys() - {signal.SIGINT}:
-                signal.signal(other, signal.SIG_IGN)
+        for other in previous.keys() - {signal.SIGINT}:
+            signal.signal(other, signal.SIG_IGN)
         interruption.come(frame)
 
     previous = {}
@@ -61,6 +66,7 @@ def stop_signals() -> Iterator[list[int]]:
     try:
         yield stopped
     finally:
+        over = True
         interruption.forget()
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -14,7 +14,7 @@ import pytest
 from prismtrace.signals import stop_signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_the_first_counts(number: signal.Signals) -> None:
     cleaned = []
 
@@ -29,8 +29,26 @@ def test_the_first_counts(number: signal.Signals) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run()
-    assert cleaned == [number]
-    assert signal.getsignal(number) is signal.SIG_DFL
+    assert cleaned == [number] * (number != signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_when_all_is_over_raises_nothing(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, restored = signal.signal, []
+
+    def late(what: int, handler: object) -> object:
+        if what == number:
+            os.kill(os.getpid(), number)  # its handler runs at once
+            restored.append(what)
+        return real(what, handler)  # type: ignore[arg-type]
+
+    with stop_signals() as stopped:
+        monkeypatch.setattr(signal, "signal", late)
+    assert restored == [number]
+    assert stopped == []
 
 
 # An extension module that drops what it does not expect, in Python.
