@@ -32,9 +32,12 @@ from prismcalib.suspects import Durations, slow_groups, slow_ranks_and_stages
 from prismcalib.wording import RankNames
 from prismtrace.schema import TraceHeader
 
-__all__ = ["Cause", "find_causes"]
+__all__ = ["LAUNCH_DELAYS", "Cause", "find_causes"]
 
 Simulate = Callable[[Sequence[Durations]], NDArray[np.float64]]
+
+LAUNCH_DELAYS = "launch-delays"
+"""The kind of cause whose saving is a share of the step as it was."""
 
 _LEAST_SAVING = 0.005
 _LEAST_PART = 0.25
@@ -128,7 +131,7 @@ def _launch_delays(
         if first > _MOST_PART * lost and second <= first / 2:
             where = f"host of rank {names.text(whose[0].rank)}"
     return Cause(
-        "launch-delays",
+        LAUNCH_DELAYS,
         where,
         1 - without / base if base else 0.0,
         "if every operation starts as soon as it can (share of the step as it was)",

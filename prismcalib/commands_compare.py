@@ -80,7 +80,7 @@ def _print_comparison(comparison: Comparison, by: list[str], names: RankNames, l
             ("B", format_ns(comparison.step_b_ns), None),
             ("change", *change(comparison.change_ns)),
             ("if all classes took as long as in B", *change(comparison.own_effect_ns)),
-            ("if idle time were as in B", *change(comparison.gap_effect_ns)),
+            ("if idle time between spans were as in B", *change(comparison.gap_effect_ns)),
         ],
     )
     print()

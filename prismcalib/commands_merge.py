@@ -256,7 +256,7 @@ def merge(
         print_json({"output": str(output), **result.report.as_dict()})
         return
     if isinstance(result.report, MergeReport):
-        print_merge(result.report, again=result.merged_again)
+        print_merge(result.report, result.header, again=result.merged_again)
     else:
         print_slices(result.report)
     print()

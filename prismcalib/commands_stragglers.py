@@ -75,9 +75,10 @@ def stragglers(
 
 
 def _print(report: StragglerReport, limit: int) -> None:
+    from prismcalib.causes import LAUNCH_DELAYS
     from prismcalib.durations import format_ns
     from prismcalib.step_times import steps_text
-    from prismcalib.wording import PART_MEANINGS, share_text
+    from prismcalib.wording import CAUSE_MEANING, PART_MEANINGS, share_text
 
     base, without, ideal = (
         round(float(times.mean()))
@@ -96,7 +97,7 @@ def _print(report: StragglerReport, limit: int) -> None:
                 "no launch delays",
                 format_ns(without),
                 f"{report.launch_slowdown:.4f}",
-                "every operation starts as soon as it can",
+                "every operation starts as soon as it can; idle inside spans stays",
             ),
             (
                 "ideal",
@@ -122,26 +123,34 @@ def _print(report: StragglerReport, limit: int) -> None:
         if report.causes
         else "no cause that costs half a percent stands out"
     )
+    if report.causes:
+        print(CAUSE_MEANING)
     for cause in report.causes:
-        print(f"  {cause.kind}, {cause.where}: {share_text(cause.saves)} less {cause.without}")
+        whole = base if cause.kind == LAUNCH_DELAYS else without
+        saved = f"{format_ns(round(cause.saves * whole))} of {format_ns(whole)}"
+        less = f"{share_text(cause.saves)} ({saved}) less {cause.without}"
+        print(f"  {cause.kind}, {cause.where}: {less}")
         print(f"      {cause.evidence}")
         print(f"      {cause.advice}")
 
 
 def _print_parts(report: StragglerReport, by: By, parts: Sequence[Part], limit: int) -> None:
+    from prismcalib.durations import format_ns
     from prismcalib.wording import RankNames, share_text
 
     names = RankNames(report.source_ranks)
     ranks = by == "rank"
+    whole = float(report.without_delays_ns.mean())
     left_out = report.not_simulated.get(by, 0)
     table(
         f"by {by}" + (f" ({left_out} more differ less and were left out)" if left_out else ""),
-        (*(names.heads if ranks else (by,)), "slowdown", "saves if like its peers"),
+        (*(names.heads if ranks else (by,)), "slowdown", "saves if like its peers", "time"),
         [
             (
                 *(names.cells(int(part.name)) if ranks else (part.name,)),
                 f"{part.slowdown:.4f}",
                 share_text(part.saves),
+                format_ns(round(part.saves * whole)),
             )
             for part in parts[:limit]
         ],

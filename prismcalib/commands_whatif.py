@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +32,8 @@ _EDITS = {
 }
 _FLAGS = " ".join(_EDITS)
 _UNNAMED = "edited"
+_AS_MUCH = 0.9
+"""Part of the largest share from which another rank is named beside it."""
 
 
 class EditCommand(Command):
@@ -79,7 +81,9 @@ def what_if(
     ] = None,
     scale_gaps: Annotated[
         list[str] | None,
-        _edit_option("--scale-gaps", "Multiply the idle time before them (launch gaps)."),
+        _edit_option(
+            "--scale-gaps", "Multiply the idle time before them, between spans (launch gaps)."
+        ),
     ] = None,
     set: Annotated[
         list[str] | None,
@@ -191,10 +195,10 @@ def _scenarios(given: list[str]) -> dict[str, list[Edit]]:
 def _print_answer(answer: WhatIf, header: TraceHeader, limit: int) -> None:
     from prismcalib.durations import format_ns
     from prismcalib.step_times import steps_text
-    from prismcalib.wording import RankNames, idle_inside
+    from prismcalib.wording import RankNames
 
     base = max(answer.baseline.step_ns, 1)
-    names, inside = RankNames.of(header), idle_inside(header)
+    names = RankNames.of(header)
     table(
         f"step time, {steps_text(len(answer.baseline.steps_ns), answer.baseline.warmup)}",
         ("scenario", "step", "change", "", "rows edited", "what it then waits for"),
@@ -205,30 +209,47 @@ def _print_answer(answer: WhatIf, header: TraceHeader, limit: int) -> None:
                 format_ns(scenario.delta_ns) if scenario.edited or scenario.delta_ns else None,
                 f"{scenario.delta_ns / base:+.1%}",
                 scenario.edited,
-                _summary(scenario.critical_path, inside, names),
+                _summary(scenario.critical_path, names),
             )
             for scenario in (answer.baseline, *answer.scenarios)
         ],
     )
     if len(answer.scenarios) == 1:
         paths = answer.baseline.critical_path, answer.scenarios[0].critical_path
-        parts = [_parts(path, inside) for path in paths]
-        _print_shift("kind, idle time apart", ("kind",), lambda part: (part,), *parts, limit=limit)
+        parts = [_parts(path) for path in paths]
+        _print_shift(
+            "kind, idle time apart",
+            ("kind",),
+            lambda part: (part,),
+            *parts,
+            also=[part for path in paths for part in _largest_parts(path)],
+            limit=limit,
+        )
         for column, heads, cells in (
             ("rank", names.heads, names.cells),
             ("group", ("group",), lambda group: (group,)),
         ):
+            ranks = column == "rank"
             times = [_with_idle(path, column) for path in paths]
-            _print_shift(f"{column}, idle time included", heads, cells, *times, limit=limit)
+            _print_shift(
+                f"{column}, idle time included",
+                heads,
+                cells,
+                *times,
+                also=[rank for path in paths for rank in _top_ranks(path)] if ranks else [],
+                limit=limit,
+            )
 
 
-def _parts(path: CriticalPath, inside: str) -> dict[str, int]:
+def _parts(path: CriticalPath) -> dict[str, int]:
     """What the path is made of, in ns: kinds, whose idle time inside and before is apart."""
+    from prismcalib.wording import IDLE_BETWEEN, IDLE_INSIDE
+
     shares = path.shares("kind")
     busy = dict(zip(shares["kind"], shares["busy_ns"] - shares["inner_idle_ns"], strict=True))
     idle = {
-        inside: path.inner_idle_ns,
-        "idle": path.gap_ns,
+        IDLE_INSIDE: path.inner_idle_ns,
+        IDLE_BETWEEN: path.gap_ns,
         "before the path starts": path.lead_in_ns,
     }
     return {**busy, **{name: ns for name, ns in idle.items() if ns}}
@@ -239,14 +260,26 @@ def _with_idle(path: CriticalPath, column: Any) -> dict[Any, int]:
     return dict(zip(shares[column], shares["busy_ns"] + shares["gap_ns"], strict=True))
 
 
-def _summary(path: CriticalPath, inside: str, names: RankNames) -> str:
-    """The largest parts of a path: `compute 71 %, all_reduce 20 %, idle 9 %; rank 3 most`."""
-    length = max(path.length_ns, 1)
-    largest = sorted(_parts(path, inside).items(), key=lambda part: -part[1])[:3]
-    shares = [(name, ns / length) for name, ns in largest]
-    text = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
-    top = path.shares("rank").row(0, named=True)
-    return f"{text}; {top['share']:.0%} of it on rank {names.text(top['rank'])}"
+def _summary(path: CriticalPath, names: RankNames) -> str:
+    """The largest parts: `compute 71%, all_reduce 20%; 41% of it on rank 6, 40% on rank 0`."""
+    text = ", ".join(f"{name} {share:.0%}" for name, share in _largest_parts(path).items())
+    (first, share), *others = _top_ranks(path).items()
+    ranks = f"{share:.0%} of it on rank {names.text(first)}"
+    ranks += "".join(f", {share:.0%} on rank {names.text(rank)}" for rank, share in others)
+    return f"{text}; {ranks}"
+
+
+def _largest_parts(path: CriticalPath) -> dict[str, float]:
+    """Shares of at most three parts of half a percent or more."""
+    largest = sorted(_parts(path).items(), key=lambda part: -part[1])[:3]
+    shares = {name: ns / max(path.length_ns, 1) for name, ns in largest}
+    return {name: share for name, share in shares.items() if share >= 0.005}
+
+
+def _top_ranks(path: CriticalPath) -> dict[int, float]:
+    """Share of the rank that holds most of the path, and of two more that hold nearly as much."""
+    ranks = path.shares("rank").select("rank", "share").head(3).rows()
+    return {rank: share for rank, share in ranks if share >= _AS_MUCH * ranks[0][1]}
 
 
 def _print_shift(
@@ -256,9 +289,10 @@ def _print_shift(
     old: dict[Any, int],
     new: dict[Any, int],
     *,
+    also: Iterable[Any],
     limit: int,
 ) -> None:
-    """Time on the path by part, before and after, largest change first."""
+    """Time on the path by part, before and after, largest change first; `also`: shown anyway."""
     from prismcalib.durations import format_ns
 
     if old == new:
@@ -267,8 +301,11 @@ def _print_shift(
     changes = sorted(
         {*old, *new}, key=lambda value: (-abs(new.get(value, 0) - old.get(value, 0)), str(value))
     )
+    also = set(also)
+    shown = [value for at, value in enumerate(changes) if at < limit or value in also]
+    left_out = f", {len(changes) - len(shown)} more not shown" * (len(shown) < len(changes))
     table(
-        f"time on the critical path by {what}",
+        f"time on the critical path by {what}; largest changes first{left_out}",
         (*heads, "before", "after", "change"),
         [
             (
@@ -277,6 +314,6 @@ def _print_shift(
                 format_ns(new.get(value, 0)),
                 format_ns(new.get(value, 0) - old.get(value, 0)),
             )
-            for value in changes[:limit]
+            for value in shown
         ],
     )

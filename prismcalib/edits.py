@@ -109,7 +109,7 @@ class SetDuration:
 
 @dataclass(frozen=True)
 class ScaleGaps:
-    """Multiply the idle time before rows (launch gaps, host delays) by a factor >= 0.
+    """Multiply the idle time between spans, before rows (launch gaps), by a factor >= 0.
 
     Rows that depend on nothing keep the time they were recorded at, except in traces of
     separate steps, where the idle time from the begin of the step is scaled.

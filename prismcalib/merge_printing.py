@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from prismcalib.commands_comm import print_costs
 from prismcalib.durations import format_ns
 from prismcalib.merge_result import MergeReport
 from prismcalib.slices import SlicesReport
 from prismcalib.step_times import steps_text
+from prismcalib.wording import IDLE_BETWEEN, IDLE_INSIDE, parts_of_spans
 from prismtrace.console import counted, table
+from prismtrace.schema import TraceHeader
 
 __all__ = ["print_merge", "print_slices"]
 
+_COUNTS = "  that counts"
+"""Below idle times: the part of them on the critical path."""
 
-def print_merge(report: MergeReport, *, again: bool = False) -> None:
+
+def print_merge(report: MergeReport, header: TraceHeader, *, again: bool = False) -> None:
     """What merging a recorded run did; `again` if it had been merged before."""
     share = report.difference_ns / max(report.recorded_ns, 1)
     why = f"because of the clamps below; no row is later than {format_ns(report.most_delayed_ns)}"
@@ -21,39 +28,34 @@ def print_merge(report: MergeReport, *, again: bool = False) -> None:
             "every row as recorded, for the recorded idle times are kept: it checks the graph "
             "and predicts nothing"
         )
-    overlaps, early, lags, waited = (
-        report.overlap_clamps,
-        report.transfer_clamps,
-        report.lags,
-        report.lags_on_critical_path,
-    )
-    texts = {
-        "recorded": (report.recorded_ns, "first start to last end, over all ranks"),
-        "propagated": (
+    overlaps, early = report.overlap_clamps, report.transfer_clamps
+    times = [
+        ("recorded", report.recorded_ns, "first start to last end, over all ranks"),
+        (
+            "propagated",
             report.propagated_ns,
             "the same from durations, dependencies and recorded idle times",
         ),
-        "difference": (report.difference_ns, f"{share:.3%}, {why}"),
-        "overlap clamps": (
+        ("difference", report.difference_ns, f"{share:.3%}, {why}"),
+        (
+            "overlap clamps",
             overlaps.total_ns,
             f"{counted(overlaps.count, 'row')} began before what they depend on ended; moved",
         ),
-        "transfer clamps": (
+        (
+            "transfer clamps",
             early.total_ns,
             f"{counted(early.count, 'member')} ended before the last one began; they end then",
         ),
-        "idle": (
-            lags.total_ns,
-            f"before {counted(lags.count, 'row')}, sum over ranks (launch and host delays); kept",
-        ),
-        "idle that counts": (waited.total_ns, f"{waited.count:,} of them, on the critical path"),
-        "waiting": (
+        *_idle_times(report, header),
+        (
+            "waiting",
             report.wait_ns,
             "in communications for late members, sum over ranks, also beside own computation",
         ),
-        "transferring": (report.transfer_ns, "the rest of the communications, sum over ranks"),
-    }
-    lines = [(name, format_ns(ns), text) for name, (ns, text) in texts.items()]
+        ("transferring", report.transfer_ns, "the rest of the communications, sum over ranks"),
+    ]
+    lines = [(name, format_ns(ns), text) for name, ns, text in times]
     if report.unmatched:
         lines.append(
             (
@@ -74,6 +76,23 @@ def print_merge(report: MergeReport, *, again: bool = False) -> None:
     table(title, ("", "time", "meaning"), lines)
     print()
     _print_clocks(report)
+
+
+def _idle_times(report: MergeReport, header: TraceHeader) -> Iterator[tuple[str, int, str]]:
+    """Idle time by where it lies: where spans have many kernels, most may be inside."""
+    lags, critical = report.lags, report.lags_on_critical_path
+    rows = counted(lags.count, "row")
+    meaning = f"before {rows}, sum over ranks (launch and host delays); kept"
+    yield IDLE_BETWEEN, lags.total_ns, meaning
+    yield _COUNTS, critical.total_ns, f"{critical.count:,} of them, on the critical path"
+    inside, critical_inside = report.idle_inside, report.idle_inside_on_critical_path
+    if inside is None or critical_inside is None:
+        return
+    parts, rows = parts_of_spans(header), counted(inside.count, "row")
+    meaning = f"not in these: between the {parts} of {rows}, sum over ranks; see `x_busy_ns`"
+    yield IDLE_INSIDE, inside.total_ns, meaning
+    count = f"{critical_inside.count:,} of them, on the critical path"
+    yield _COUNTS, critical_inside.total_ns, count
 
 
 def _print_clocks(report: MergeReport) -> None:
@@ -136,9 +155,9 @@ def print_slices(report: SlicesReport) -> None:
         ),
         ("steps", str(len(report.steps_ns)), _steps_text(report)),
         ("propagated", format_ns(report.propagated_ns), "first start to last end, all steps"),
-        ("idle", format_ns(report.gaps_ns), "before rows, sum over ranks; kept"),
+        (IDLE_BETWEEN, format_ns(report.gaps_ns), "before rows, sum over ranks; kept"),
         (
-            "idle that counts",
+            _COUNTS,
             format_ns(report.gaps_on_critical_path_ns),
             "the part of it on the critical path",
         ),

@@ -48,8 +48,11 @@ class MergeReport:
         clock: offsets between clocks, and how well the ends agree.
         recorded_ns: last end minus first start over all ranks, on aligned clocks.
         propagated_ns: the same from durations and lags alone.
-        lags: idle time before rows, kept as lags (launch gaps, host delays).
+        lags: idle time between spans, before rows, kept as lags (launch gaps, host delays).
         lags_on_critical_path: the part of it that the whole run waits for.
+        idle_inside: idle time inside spans of computation, between their kernels, of which
+            `lags` hold nothing; None where the trace does not tell (no `x_busy_ns`).
+        idle_inside_on_critical_path: the part of it that the whole run waits for.
         overlap_clamps: rows that started before a dependency ended; moved behind it.
         transfer_clamps: members that ended before the last member started; they end then.
         most_delayed_ns: largest delay of any row against its aligned time, due to clamps.
@@ -70,6 +73,8 @@ class MergeReport:
     most_delayed_ns: int
     wait_ns: int
     transfer_ns: int
+    idle_inside: Amount | None = None
+    idle_inside_on_critical_path: Amount | None = None
 
     @property
     def difference_ns(self) -> int:

@@ -33,6 +33,7 @@ from prismcalib.errors import CalibError, MergeInputError
 from prismcalib.graph import Graph, Int64Array
 from prismcalib.measuring import Clocks
 from prismcalib.merge_result import Amount, MergeReport, MergeResult
+from prismcalib.paths import inner_idle
 from prismcalib.propagation import Engine, Timing, critical_steps, propagate, slack
 from prismcalib.rows import FARTHEST_NS
 from prismcalib.slices import SliceOptions, merge_slices
@@ -326,6 +327,7 @@ def _report(
         int(timing.start_ns[reached] - timing.end_ns[left])
         for (_, left), (reached, _) in pairwise(steps)
     ]
+    inside, inside_on_path = _idle_inside(rows, steps)
     return MergeReport(
         ranks=rows["rank"].n_unique(),
         rows=rows.height,
@@ -341,7 +343,20 @@ def _report(
         most_delayed_ns=int((timing.start_ns - alignment.start_ns).max()),
         wait_ns=int(timing.wait_ns.sum()),
         transfer_ns=int(split.graph.duration_ns[member].sum()),
+        idle_inside=inside,
+        idle_inside_on_critical_path=inside_on_path,
     )
+
+
+def _idle_inside(
+    rows: pl.DataFrame, steps: list[tuple[int, int]]
+) -> tuple[Amount | None, Amount | None]:
+    """Idle time that no lag holds, and the critical part; spans of computation last as observed."""
+    if "x_busy_ns" not in rows.columns:
+        return None, None
+    inside = rows.select(ns=inner_idle(rows.columns))["ns"].to_numpy()
+    critical = np.unique([reached for reached, _ in steps])
+    return Amount.of(inside), Amount.of(inside[critical])
 
 
 def _header(header: TraceHeader, report: MergeReport, alignment: Alignment) -> TraceHeader:

@@ -6,10 +6,10 @@ from prismcalib.commands_comm import print_range
 from prismcalib.durations import format_ns
 from prismcalib.lateness import Lateness
 from prismcalib.paths import CriticalPath, ShareColumn
-from prismcalib.prediction import BEFORE_PATH, Prediction
+from prismcalib.prediction import BEFORE_PATH, IDLE_RECORDED, Prediction
 from prismcalib.resampling import StepSpread
 from prismcalib.step_times import steps_text
-from prismcalib.wording import ONE_STEP_PATH, RankNames, idle_inside
+from prismcalib.wording import IDLE_BETWEEN, IDLE_INSIDE, ONE_STEP_PATH, RankNames
 from prismtrace.console import counted, table
 from prismtrace.schema import TraceHeader
 
@@ -18,14 +18,14 @@ __all__ = ["print_path", "print_prediction"]
 
 def print_path(path: CriticalPath, late: Lateness | None, header: TraceHeader, limit: int) -> None:
     """The path, with `limit` rows of each table; `late`: for whom ranks waited, where it is known."""
-    names, inside = RankNames.of(header), idle_inside(header)
+    names = RankNames.of(header)
     if late is not None:
         more = (
             "; who of them waited for others first shows `prismcalib waits`, and "
             "`prismcalib stragglers` looks for the cause"
         )
         print(f"{late.sentence}{more if late.wait_ns else ''}\n")
-    _print_length(path, inside)
+    _print_length(path)
     if late is not None and late.wait_ns:
         print()
         table(
@@ -38,11 +38,11 @@ def print_path(path: CriticalPath, late: Lateness | None, header: TraceHeader, l
         )
     columns: tuple[ShareColumn, ...] = ("kind", "rank", "group", "phase", "step")
     for column in columns:
-        _print_shares(path, column, names, inside, limit)
+        _print_shares(path, column, names, limit)
     print()
     table(
         "longest segments (idle: before they start)",
-        (*names.heads, "index", "kind", "name", "group", "seq", "busy", inside, "idle"),
+        (*names.heads, "index", "kind", "name", "group", "seq", "busy", IDLE_INSIDE, "idle"),
         [
             (
                 *names.cells(node["rank"]),
@@ -56,7 +56,7 @@ def print_path(path: CriticalPath, late: Lateness | None, header: TraceHeader, l
     )
 
 
-def _print_length(path: CriticalPath, inside: str) -> None:
+def _print_length(path: CriticalPath) -> None:
     def part(ns: int) -> tuple[str, str]:
         return format_ns(ns), f"{ns / max(path.length_ns, 1):.1%}"
 
@@ -67,10 +67,10 @@ def _print_length(path: CriticalPath, inside: str) -> None:
         [
             ("length", *part(path.length_ns)),
             ("computation", *part(path.compute_ns - path.inner_idle_ns)),
-            (inside, *part(path.inner_idle_ns)),
+            (IDLE_INSIDE, *part(path.inner_idle_ns)),
             ("transfer", *part(path.transfer_ns)),
             ("unmatched communication", *part(path.unmatched_ns)),
-            ("idle", *part(path.gap_ns)),
+            (IDLE_BETWEEN, *part(path.gap_ns)),
             ("before the path starts", *part(path.lead_in_ns)),
         ],
     )
@@ -78,9 +78,7 @@ def _print_length(path: CriticalPath, inside: str) -> None:
         print(f"\n{ONE_STEP_PATH}")
 
 
-def _print_shares(
-    path: CriticalPath, column: ShareColumn, names: RankNames, inside: str, limit: int
-) -> None:
+def _print_shares(path: CriticalPath, column: ShareColumn, names: RankNames, limit: int) -> None:
     shares = path.shares(column)
     if shares[column].null_count() == shares.height:
         return
@@ -91,7 +89,7 @@ def _print_shares(
         f"by {column}",
         (
             *(names.heads if column == "rank" else (column,)),
-            *("segments", "busy", inside, "idle", "share"),
+            *("segments", "busy", IDLE_INSIDE, IDLE_BETWEEN, "share"),
         ),
         [
             (
@@ -125,11 +123,11 @@ def print_prediction(prediction: Prediction, header: TraceHeader, *, spread: boo
     if prediction.estimates is not None:
         print_range(prediction.estimates)
     window = max(prediction.window_ns, 1)
-    inside, names = idle_inside(header), RankNames.of(header)
+    names = RankNames.of(header)
     print()
     table(
         "where each rank spends the window (transferring and waiting: not beside computation)",
-        (*names.heads, "computing", inside, "transferring", "waiting", "idle"),
+        (*names.heads, "computing", IDLE_INSIDE, "transferring", "waiting", IDLE_BETWEEN),
         [
             (*names.cells(rank), *(f"{ns / window:.1%}" for ns in times))
             for rank, *times in prediction.ranks.rows()
@@ -139,7 +137,10 @@ def print_prediction(prediction: Prediction, header: TraceHeader, *, spread: boo
     table(
         "what the critical path rests on",
         ("", "share"),
-        [(name, f"{share:.1%}") for name, share in prediction.basis.items()],
+        [
+            (f"{name}, inside and between spans" if name == IDLE_RECORDED else name, f"{share:.1%}")
+            for name, share in prediction.basis.items()
+        ],
     )
     if prediction.basis.get(BEFORE_PATH, 0) > 0.5:
         print(f"\n{ONE_STEP_PATH}")

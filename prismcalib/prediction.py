@@ -19,12 +19,12 @@ from prismcalib.step_times import counted_steps, step_table, typical_ns, warmup_
 from prismtrace.schema import LOCAL_KINDS, TraceHeader
 from prismtrace.trace import Trace
 
-__all__ = ["Prediction", "path_basis", "predict", "rank_times"]
+__all__ = ["IDLE_RECORDED", "Prediction", "path_basis", "predict", "rank_times"]
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """Step times and where each rank spends the time.
+    """Step times, and where each rank spends the time: exposed (not hidden) communication, idle, ...
 
     Attributes:
         window_ns: last end minus first start over all ranks.
@@ -32,9 +32,11 @@ class Prediction:
             the first start) to its own last end over all ranks.  One row with step null for
             the whole window if the trace has no steps.
         warmup: how many first steps do not count (see `merge --warmup`).
-        ranks: rank, compute_ns (computing and copying), inner_idle_ns (idle between the
-            kernels of a span), transfer_ns (transferring and nothing else), wait_ns (only
-            waiting for other ranks), gap_ns (nothing at all); they add up to the window.
+        ranks: rank, compute_ns (computing and copying), inner_idle_ns (idle inside
+            spans, between their kernels), transfer_ns (transferring and nothing else), wait_ns
+            (only waiting for other ranks), gap_ns (idle between spans: nothing at all); they add
+            up to the window.  transfer_ns + wait_ns is the exposed communication of the rank,
+            that which no computation hides; inner_idle_ns + gap_ns is all its idle time.
         basis: share of the critical path that rests on each kind of knowledge, largest
             first; the shares add up to 1.
         spread: quantiles of the step time from resampled steps, see `prismcalib.resampling`.
@@ -172,6 +174,9 @@ def rank_times(nodes: pl.DataFrame, window_ns: int) -> pl.DataFrame:
 BEFORE_PATH = "before the path starts"
 """In `Prediction.basis`: the part of the window that the path does not cover."""
 
+IDLE_RECORDED = "idle, as recorded"
+"""In `Prediction.basis`: idle time on the path, inside spans and between them."""
+
 
 def path_basis(path: CriticalPath) -> dict[str, float]:
     """Shares of the path by what is known about it, largest first; they add up to 1."""
@@ -189,7 +194,7 @@ def path_basis(path: CriticalPath) -> dict[str, float]:
         .rows()
     )
     idle = path.gap_ns + path.inner_idle_ns
-    times = {**dict(known), "idle, as recorded": idle, BEFORE_PATH: path.lead_in_ns}
+    times = {**dict(known), IDLE_RECORDED: idle, BEFORE_PATH: path.lead_in_ns}
     length = max(path.length_ns, 1)
     shares = {name: time / length for name, time in times.items() if time}
     return dict(sorted(shares.items(), key=lambda item: (-item[1], item[0])))

@@ -8,15 +8,23 @@ from prismtrace.ranks import parse_ranks
 from prismtrace.schema import TraceHeader, TraceKind
 
 __all__ = [
+    "CAUSE_MEANING",
+    "IDLE_BETWEEN",
+    "IDLE_INSIDE",
     "ONE_STEP_PATH",
     "PART_MEANINGS",
     "RankNames",
-    "idle_inside",
     "merge_first",
     "parts_of_spans",
     "percent_text",
     "share_text",
 ]
+
+IDLE_BETWEEN = "idle between spans"
+"""Nothing of the rank ran: from the end of what a span waited for to its start."""
+
+IDLE_INSIDE = "idle inside spans"
+"""What `x_busy_ns` leaves of the durations of computation: between the kernels of a span."""
 
 ONE_STEP_PATH = (
     "nothing recorded leads from one step to the next: the path shows only the last; "
@@ -24,11 +32,22 @@ ONE_STEP_PATH = (
 )
 """Where more than half of the window lies before the critical path starts."""
 
+_SAVES = (
+    "saves: share of the step without launch delays that goes if only this part is like its peers "
+    "(below 0: operations that were quicker than their peers' get longer, too)"
+)
 PART_MEANINGS = (
     "slowdown: the ideal step with only this part's own durations put back, over the ideal step",
-    "saves: share of the step without launch delays that goes if only this part is like its peers",
+    _SAVES,
 )
 """What the two numbers of a part mean, wherever they are shown."""
+
+CAUSE_MEANING = (
+    "a cause takes out just the difference that its line names, of a rank or group the same share "
+    "of every operation; where the tables make a part like its peers, also what single operations "
+    "took longer goes, so the same rank may save more there"
+)
+"""Why a cause and a part of the same name do not save the same."""
 
 
 def merge_first(kind: TraceKind) -> str:
@@ -42,11 +61,6 @@ def merge_first(kind: TraceKind) -> str:
     if kind == TraceKind.SLICE:
         return "merge all slices of the job (`prismcalib merge SLICES`) and pass the result"
     return "run `prismcalib merge` on it first and pass the result"
-
-
-def idle_inside(header: TraceHeader) -> str:
-    """What the time inside spans is called in which nothing ran."""
-    return f"idle between {parts_of_spans(header)}"
 
 
 def parts_of_spans(header: TraceHeader) -> str:

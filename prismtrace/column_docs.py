@@ -16,7 +16,7 @@ EXTRA_COLUMNS = {
     ),
     "x_busy_ns": (
         "convert, communication grain; coarsen",
-        "Part of a span's duration in which one of them ran; the rest is idle between kernels.",
+        "Part of a span's duration in which one of them ran; the rest of `dur_ns` is idle, between kernels.",
     ),
     "x_arg_NAME": (
         "convert --keep-arg NAME",

@@ -25,7 +25,14 @@ from prismcalib.report.markup import (
     render_table,
 )
 from prismcalib.step_times import steps_text
-from prismcalib.wording import PART_MEANINGS, RankNames, share_text
+from prismcalib.wording import (
+    CAUSE_MEANING,
+    IDLE_BETWEEN,
+    IDLE_INSIDE,
+    PART_MEANINGS,
+    RankNames,
+    share_text,
+)
 from prismtrace.ranks import format_ranks
 
 __all__ = [
@@ -47,10 +54,10 @@ def path_section(summary: RunSummary) -> str:
     length = max(path.length_ns, 1)
     parts = [
         ("computation", "compute", path.compute_ns - path.inner_idle_ns),
-        ("idle between kernels", "inner-idle", path.inner_idle_ns),
+        (IDLE_INSIDE, "inner-idle", path.inner_idle_ns),
         ("transfers", "transfer", path.transfer_ns),
         ("communication without recorded partners", "wait", path.unmatched_ns),
-        ("idle (launch and host delays)", "inner-idle", path.gap_ns),
+        (f"{IDLE_BETWEEN} (launch and host delays)", "inner-idle", path.gap_ns),
         ("before the path starts", "inner-idle", path.lead_in_ns),
     ]
     whole = render_table(
@@ -74,7 +81,13 @@ def path_section(summary: RunSummary) -> str:
         shares.append(
             render_table(
                 f"by {column}{more}",
-                (*(names.heads if column == "rank" else (column,)), "", "share", "busy", "idle"),
+                (
+                    *(names.heads if column == "rank" else (column,)),
+                    "",
+                    "share",
+                    "busy",
+                    "idle, both",
+                ),
                 [
                     (
                         *(_rank_cells(names, row["rank"]) if column == "rank" else ()),
@@ -86,7 +99,7 @@ def path_section(summary: RunSummary) -> str:
         )
     longest = render_table(
         "longest segments",
-        (*names.heads, "name", "kind", "group", "seq", "busy", "idle between kernels", "idle"),
+        (*names.heads, "name", "kind", "group", "seq", "busy", IDLE_INSIDE, "idle before it"),
         [
             (
                 *_rank_cells(names, row["rank"]),
@@ -142,10 +155,10 @@ def stragglers_section(summary: RunSummary) -> str:
         f"{ns_text(float(report.without_delays_ns.mean()))} (without launch delays; "
         f"{ns_text(float(report.base_ns.mean()))} as it was; "
         f"{steps_text(len(report.steps) + report.warmup, report.warmup, 'mean')}). "
-        + " ".join(f"{meaning.capitalize()}." for meaning in PART_MEANINGS)
+        + " ".join(f"{meaning.capitalize()}." for meaning in (*PART_MEANINGS, CAUSE_MEANING))
     )
     causes = render_table(
-        "likely causes",
+        "likely causes (they overlap)",
         ("cause", "where", "saves", "", "evidence", "what to do"),
         [
             (
@@ -307,7 +320,7 @@ def pipeline_section(summary: RunSummary) -> str:
         for row in pipeline.stage_table.iter_rows(named=True)
     ]
     heads = (
-        *("stage", "ranks", "", "bubble", "computing", "transferring", "waiting", "idle"),
+        *("stage", "ranks", "", "bubble", "computing", "transferring", "waiting", "idle, both"),
         "of the critical path",
     )
     return reading + render_table("stages (means over their ranks)", heads, rows)

@@ -10,6 +10,7 @@ import numpy as np
 
 from prismcalib.durations import format_ns
 from prismcalib.graph import Int64Array
+from prismcalib.wording import IDLE_BETWEEN, IDLE_INSIDE
 
 __all__ = [
     "PART_CLASSES",
@@ -31,10 +32,10 @@ __all__ = [
 
 PART_WORDS = {
     "compute": "computing",
-    "inner_idle": "idle between kernels",
+    "inner_idle": IDLE_INSIDE,
     "transfer": "transferring",
     "wait": "waiting for other ranks",
-    "gap": "idle",
+    "gap": IDLE_BETWEEN,
 }
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 PART_CLASSES = {part: part.replace("_", "-") for part in PART_WORDS}

@@ -119,8 +119,8 @@ function rankText(line) {
 }
 
 const PART_NAMES = {
-  compute: "computing", inner_idle: "idle between kernels", transfer: "transferring",
-  wait: "waiting", gap: "idle",
+  compute: "computing", inner_idle: "idle inside spans", transfer: "transferring",
+  wait: "waiting", gap: "idle between spans",
 };
 
 function describeSpan(lane, i) {

@@ -73,7 +73,7 @@ def test_critical_path(aligned):
     first = lines.index("by step") + 3
     steps = [int(line.split()[0]) for line in lines[first : first + 3]]
     assert steps == sorted(steps)
-    assert "idle between kernels" in text
+    assert "idle inside spans" in text
     found = json.loads(invoke("critical-path", aligned, "--json"))
     assert found["length_ns"] > 0
 
@@ -170,7 +170,7 @@ def test_what_if_usage(aligned, words, message):
 
 def test_compare_and_health(aligned):
     text = invoke("compare", aligned, aligned, "--by", "kind", "--by", "phase")
-    assert "if idle time were as in B" in text
+    assert "if idle time between spans were as in B" in text
     assert "averages hide" in text
     assert json.loads(invoke("compare", aligned, aligned, "--json"))["change_ns"] == 0
     assert "no rank stands out" in invoke("health", aligned, aligned)

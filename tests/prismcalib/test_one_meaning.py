@@ -48,10 +48,10 @@ def test_computation_leaves_out_idle_between_kernels_everywhere(half_idle):
     printed = invoke("what-if", half_idle, "--scale", "kind = 'compute'", "2", "--limit", "9")
     before = re.search(r"^compute +([\d.,]+) ms", printed, re.MULTILINE)[1].replace(",", "")
     assert float(before) == round((path["compute_ns"] - path["inner_idle_ns"]) / 1e6, 3)
-    assert re.search(r"^idle between kernels +[\d.,]+ ms", printed, re.MULTILINE)
+    assert re.search(r"^idle inside spans +[\d.,]+ ms", printed, re.MULTILINE)
     share = (path["compute_ns"] - path["inner_idle_ns"]) / path["length_ns"]
     assert f"compute {share:.0%}, " in printed
-    assert f"idle between kernels {path['inner_idle_ns'] / path['length_ns']:.0%}" in printed
+    assert f"idle inside spans {path['inner_idle_ns'] / path['length_ns']:.0%}" in printed
 
 
 @pytest.fixture(scope="module")

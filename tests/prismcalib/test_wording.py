@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from prismcalib.wording import RankNames, idle_inside, parts_of_spans, share_text
+from prismcalib.wording import RankNames, parts_of_spans, share_text
 from prismtrace.schema import TraceHeader
 
 
@@ -17,7 +17,6 @@ from prismtrace.schema import TraceHeader
 def test_a_cpu_job_has_operators(streams: dict[int, str], unit: str) -> None:
     header = TraceHeader(kind="calibrated", world_size=1, ranks=(0,), streams=streams)
     assert parts_of_spans(header) == unit
-    assert idle_inside(header) == f"idle between {unit}"
 
 
 @pytest.mark.parametrize(
