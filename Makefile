@@ -66,6 +66,6 @@ $(VENV)/.dev: EXTRAS := dev,replay
 $(VENV)/.demo $(VENV)/.dev: pyproject.toml constraints-cpu.txt | $(PY)
 	@constraint="-c constraints-cpu.txt"; \
 	if { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1; then constraint=""; fi; \
-	echo "installing prismllm[$(EXTRAS)] into $(VENV)"; \
+	echo "installing prismllm-toolkit[$(EXTRAS)] into $(VENV)"; \
 	$(PY) -m pip install --quiet --disable-pip-version-check $$constraint -e '.[$(EXTRAS)]'
 	@touch $@

@@ -1,7 +1,7 @@
 """networkx in three lines: the graph of a run works in networkx's own functions.
 
 `graph_from_trace` gives a graph of arrays.  networkx hands it to prismcalib, a backend that it
-finds by itself once prismllm is installed, so that longest paths come at the engine's speed.
+finds by itself once prismllm-toolkit is installed, so that longest paths come at the engine's speed.
 """
 
 import networkx as nx

@@ -217,7 +217,7 @@ def _check_shared_memory(path: Path) -> Check:
 
 def _check_torch() -> tuple[Any | None, Check]:
     """The imported torch module (None if unusable) and what to say about it."""
-    install = "pip install 'prismllm[replay]'"
+    install = "pip install 'prismllm-toolkit[replay]'"
     if util.find_spec("torch") is None:
         return None, Check("torch", Status.MISSING, "not installed", "cpu", install)
     try:
@@ -273,7 +273,7 @@ def _check_timed_runs(cuda_core: str | None, bindings: str | None) -> Check:
     label = "timed runs on GPUs"
     found = f"cuda-core {cuda_core or 'not installed'}, cuda-bindings {bindings or 'not installed'}"
     if cuda_core is None or bindings is None or cuda_core.startswith("0."):
-        hint = "pip install 'prismllm[cuda]'; collect, slice and run --early do without on GPUs"
+        hint = "pip install 'prismllm-toolkit[cuda]'; collect, slice and run --early do without on GPUs"
         return Check(label, Status.WARN, found, "gpu", hint)
     return Check(label, Status.OK, found, "gpu")
 
@@ -324,6 +324,6 @@ def _check_devices(torch: Any | None) -> Check:
 def _check_cuda_python() -> Check:
     version = _version_of("cuda-bindings")
     if version is None:
-        hint = "pip install 'prismllm[cuda]', only for the CUDA plugin"
+        hint = "pip install 'prismllm-toolkit[cuda]', only for the CUDA plugin"
         return Check("cuda-python", Status.WARN, "not installed", "gpu", hint)
     return Check("cuda-python", Status.OK, version, "gpu")

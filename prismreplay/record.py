@@ -222,10 +222,11 @@ def _environment(spools: Path) -> Iterator[Mapping[str, str]]:
         yield variables
         return
     with tempfile.TemporaryDirectory(prefix="prismreplay-entry-") as folder:
-        metadata = Path(folder) / f"prismllm-{__version__}.dist-info"
+        metadata = Path(folder) / f"prismllm_toolkit-{__version__}.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: prismllm\nVersion: {__version__}\n", encoding="utf-8"
+            f"Metadata-Version: 2.1\nName: prismllm-toolkit\nVersion: {__version__}\n",
+            encoding="utf-8",
         )
         (metadata / "entry_points.txt").write_text(
             f"[torch.backends]\nprismreplay = {_ENTRY_POINT}\n", encoding="utf-8"

@@ -97,7 +97,7 @@ def _print_version(wanted: bool) -> None:
         return
     from prismtrace import __version__
 
-    print(f"prismllm {__version__}")
+    print(f"prismllm-toolkit {__version__}")
     raise typer.Exit
 
 

@@ -87,7 +87,7 @@ def _exit_code(app: typer.Typer) -> int | str | None:
             raise
         print_failure(
             f"this command needs the Python package {error.name}",
-            hint=f"pip install 'prismllm[{extra}]'",
+            hint=f"pip install 'prismllm-toolkit[{extra}]'",
         )
         code = 1
     except OSError as error:

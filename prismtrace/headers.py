@@ -200,5 +200,5 @@ def _check_version(version: object, where: str) -> None:
         raise FormatVersionError(
             f"{told}; this version reads {major}.x",
             where=where,
-            hint="convert the source again, or install a matching prismllm",
+            hint="convert the source again, or install a matching prismllm-toolkit",
         )

@@ -157,7 +157,7 @@ def read_spool(path: str | os.PathLike[str]) -> Spool:
         raise ValidationError(
             f"a spool of version {version}; this version reads {SPOOL_VERSION}",
             where=str(path),
-            hint="assemble with the version of prismllm that recorded it",
+            hint="assemble with the version of prismllm-toolkit that recorded it",
         )
     spool.broken_bytes = len(data) - position
     return spool

@@ -1,6 +1,6 @@
 """The documentation as a site of plain files, without a network; a broken link fails.
 
-    python docs/site/build.py [-o build/site]        wants `pip install 'prismllm[docs]'`
+    python docs/site/build.py [-o build/site]        wants `pip install 'prismllm-toolkit[docs]'`
 
 README, changelog, docs and examples keep their places, so that links between them stay true.
 A sample report is made on the way. Then every page is looked at: each local link, anchor and image

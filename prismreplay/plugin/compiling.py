@@ -77,7 +77,9 @@ def _read(name: str) -> dict[str, str]:
         }
     except OSError as error:
         raise PluginUnavailableError(
-            "the plugin's CUDA sources are missing", where=str(folder), hint="install prismllm anew"
+            "the plugin's CUDA sources are missing",
+            where=str(folder),
+            hint="install prismllm-toolkit anew",
         ) from error
 
 
@@ -90,7 +92,7 @@ def _compiler_version() -> str:
         # An ImportError without cuda-python; without NVRTC, an error of cuda-python's loader.
         raise PluginUnavailableError(
             f"CUDA's compiler cannot be loaded: {error}",
-            hint=f"pip install 'prismllm[cuda]' nvidia-cuda-nvrtc; {STILL_WORKS}",
+            hint=f"pip install 'prismllm-toolkit[cuda]' nvidia-cuda-nvrtc; {STILL_WORKS}",
         ) from error
     if int(status) != 0:
         raise PluginError(
@@ -106,7 +108,7 @@ def _compile(name: str, text: str, arch: str, macros: list[tuple[str, str]]) -> 
     except ImportError as error:
         raise PluginUnavailableError(
             f"cuda-python has no cuda.core: {error}",
-            hint=f"pip install 'prismllm[cuda]'; {STILL_WORKS}",
+            hint=f"pip install 'prismllm-toolkit[cuda]'; {STILL_WORKS}",
         ) from error
     macro: Any = macros or None
     try:

@@ -24,7 +24,7 @@ def require_device(number: int | None = None) -> int:
         import torch
     except ImportError as error:
         raise PluginUnavailableError(
-            "torch is not installed", hint="pip install 'prismllm[cuda]'"
+            "torch is not installed", hint="pip install 'prismllm-toolkit[cuda]'"
         ) from error
     if torch.version.cuda is None:
         raise PluginUnavailableError(

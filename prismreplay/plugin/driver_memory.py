@@ -29,7 +29,7 @@ class DriverMemory:
             from cuda.bindings import driver
         except ImportError as error:
             raise PluginUnavailableError(
-                "cuda-python is not installed", hint="pip install 'prismllm[cuda]'"
+                "cuda-python is not installed", hint="pip install 'prismllm-toolkit[cuda]'"
             ) from error
         self._driver: Any = driver
         self.device = device

@@ -65,7 +65,7 @@ def fingerprint_of(
         "tensors": texts_digest(*(_source(source) for source in sources)),
         "steps": steps,
         "arrivals": "early" if arrivals is None else file_digest(Path(arrivals)),
-        "versions": f"prismllm {__version__}, torch {_torch()}, python {platform.python_version()}",
+        "versions": f"prismllm-toolkit {__version__}, torch {_torch()}, python {platform.python_version()}",
         "machine": f"{_processor()} x {os.cpu_count()}",
         **({} if comm_table is None else {"comm_table": file_digest(Path(comm_table))}),
         **(more or {}),

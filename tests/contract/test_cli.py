@@ -145,6 +145,6 @@ def test_examples_are_shown_whole(run_command):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_exit_codes_of_usage(name, run_command):
     assert run_command(name, "--help").returncode == 0
-    assert run_command(name, "--version").stdout.startswith("prismllm ")
+    assert run_command(name, "--version").stdout.startswith("prismllm-toolkit ")
     wrong = run_command(name, "no-such-command")
     assert (wrong.returncode, wrong.stdout) == (2, "")

@@ -74,7 +74,7 @@ def test_links_inside_the_repository_lead_somewhere(page):
 def test_blocks_run(page, tmp_path, run_command, write_gloo_traces):
     code = "".join(block.code for block in _blocks(page) if not block.skip)
     if STARTS_PROGRAMS.search(code) and util.find_spec("torch") is None:
-        pytest.skip("needs torch: pip install 'prismllm[replay]'")
+        pytest.skip("needs torch: pip install 'prismllm-toolkit[replay]'")
     write_gloo_traces(tmp_path)
     for block in _blocks(page):
         if block.language not in RUNNERS or block.skip:

@@ -56,7 +56,7 @@ def test_faults_of_pages_are_found(builder, tmp_path):
 
 def test_the_site_builds(repo, builder, tmp_path):
     if importlib.util.find_spec("zensical") is None:
-        pytest.skip("needs Zensical: pip install 'prismllm[docs]'")
+        pytest.skip("needs Zensical: pip install 'prismllm-toolkit[docs]'")
     site = tmp_path / "site"
     command = [sys.executable, str(repo / "docs/site/build.py"), "-o", str(site)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -20,7 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-NAME = "prismllm"
+NAME = "prismllm-toolkit"
 
 
 def build(source: Path, target: Path) -> dict[str, Path]:
@@ -81,7 +81,7 @@ def install(wheel: Path, folder: Path, extras: tuple[str, ...]) -> Environment:
     alone = ["--no-deps", "--no-index", "--no-compile", wheel]
     subprocess.run([*map(str, [*pip, *alone])], check=True, capture_output=True)
     (site,) = folder.glob("lib/python*/site-packages")
-    (info,) = site.glob(f"{NAME}-*.dist-info")
+    (info,) = site.glob(f"{NAME.replace('-', '_')}-*.dist-info")
     for needed in _requirements(Distribution.at(info), extras).values():
         for entry in _top_level(needed):
             link = site / entry.name

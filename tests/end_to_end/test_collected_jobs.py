@@ -15,7 +15,7 @@ from tests.end_to_end.graphs import communications, describe_difference
 from tests.end_to_end.sandboxes import JOBS, Job, program, results
 
 pytestmark = pytest.mark.skipif(
-    util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm[replay]'"
+    util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm-toolkit[replay]'"
 )
 
 MEGATRON_JOBS = {

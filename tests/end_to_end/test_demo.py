@@ -12,7 +12,8 @@ import pytest
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm[replay]'"
+        util.find_spec("torch") is None,
+        reason="needs torch: pip install 'prismllm-toolkit[replay]'",
     ),
 ]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.end_to_end.commands import assert_refused
 
 needs_torch = pytest.mark.skipif(
-    util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm[replay]'"
+    util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm-toolkit[replay]'"
 )
 
 

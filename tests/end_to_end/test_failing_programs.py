@@ -8,7 +8,7 @@ from textwrap import dedent
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm[replay]'"
+    util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm-toolkit[replay]'"
 )
 
 BEGINNING = """

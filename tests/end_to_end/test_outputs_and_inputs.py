@@ -17,7 +17,7 @@ from prismreplay.cli import app as prismreplay_app
 from prismtrace.errors import PrismError
 
 NEEDS_TORCH = pytest.mark.skipif(
-    util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm[replay]'"
+    util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm-toolkit[replay]'"
 )
 
 

@@ -94,7 +94,7 @@ def test_the_wheel_holds_the_packages_and_their_files(built: dict[str, Path], re
             name.replace(folder, place, 1) for name in _tracked(repo) if name.startswith(folder)
         }
     expected = {name for name in expected if not name.endswith("/ruff.toml")}
-    info = f"prismllm-{prismtrace.__version__}.dist-info/"
+    info = f"prismllm_toolkit-{prismtrace.__version__}.dist-info/"
     assert expected - names == set()
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     assert {f"{info}{name}" for name in ("licenses/LICENSE", "entry_points.txt")} <= names
@@ -152,7 +152,7 @@ def test_every_command_starts_without_extras(
     command: str, environment: Callable[..., Environment]
 ) -> None:
     base = environment()
-    assert base.good(command, "--version") == f"prismllm {prismtrace.__version__}\n"
+    assert base.good(command, "--version") == f"prismllm-toolkit {prismtrace.__version__}\n"
     assert "Usage: " in base.good(command, "--help")
     for shell in ("bash", "zsh", "fish"):
         assert f"_{command.upper()}_COMPLETE" in base.good(command, "--show-completion", shell)
@@ -223,7 +223,7 @@ def test_what_needs_an_extra_names_it(
     }.items():
         done = base.call(*words)
         assert (done.returncode, done.stdout) == (1, ""), done
-        assert f"pip install 'prismllm[{extra}]'" in done.stderr
+        assert f"pip install 'prismllm-toolkit[{extra}]'" in done.stderr
         assert "Traceback" not in done.stderr
 
 
@@ -244,7 +244,7 @@ CLUSTER = """
 import subprocess, sys
 from distributed import LocalCluster
 if __name__ == "__main__":
-    with LocalCluster(1, processes=False, protocol="tcp", dashboard_address=None) as cluster:
+    with LocalCluster(1, processes=False, protocol="tcp", dashboard_address="127.0.0.1:0") as cluster:
         words = [*sys.argv[1:], "--dask", cluster.scheduler_address]
         sys.exit(subprocess.run(words).returncode)
 """

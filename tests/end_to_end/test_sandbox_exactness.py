@@ -16,7 +16,7 @@ from tests.end_to_end import sandboxes
 from tests.end_to_end.sandboxes import JOBS, Case, program, results
 
 pytestmark = pytest.mark.skipif(
-    util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm[replay]'"
+    util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm-toolkit[replay]'"
 )
 
 FIRST, MIDDLE, LAST = (0,), (3,), (7,)

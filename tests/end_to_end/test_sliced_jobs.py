@@ -10,7 +10,7 @@ import pytest
 from tests.end_to_end.graphs import communications, describe_difference
 
 pytestmark = pytest.mark.skipif(
-    util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm[replay]'"
+    util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm-toolkit[replay]'"
 )
 
 # Flags of a job of 4 ranks -> which ranks are real together.

@@ -11,7 +11,7 @@ BESIDE_TORCH = {"collect", "run", "tensors"}
 
 class _Skipped(pytest.Module):
     def collect(self):
-        pytest.skip("needs torch: pip install 'prismllm[replay]'", allow_module_level=True)
+        pytest.skip("needs torch: pip install 'prismllm-toolkit[replay]'", allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(module_path, parent):

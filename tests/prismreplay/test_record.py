@@ -18,7 +18,7 @@ import prismcalib
 import prismtrace as pt
 
 pytestmark = pytest.mark.skipif(
-    util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm[replay]'"
+    util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm-toolkit[replay]'"
 )
 
 TRAINING = """

@@ -136,7 +136,7 @@ def test_an_os_error_names_the_path(program):
 def test_a_missing_extra_says_what_to_install(program):
     done = _run(program, "extra")
     assert done.returncode == 1
-    assert "pip install 'prismllm[calib]'" in done.stderr
+    assert "pip install 'prismllm-toolkit[calib]'" in done.stderr
 
 
 def test_a_bug_keeps_its_traceback(program):

@@ -255,7 +255,9 @@ def test_another_version_on_the_cluster(part: tuple[Path, Path, str]) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Any:
-    distributed = pytest.importorskip("distributed", reason="needs pip install 'prismllm[dask]'")
+    distributed = pytest.importorskip(
+        "distributed", reason="needs pip install 'prismllm-toolkit[dask]'"
+    )
     with distributed.LocalCluster(
         n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0"
     ) as started:
@@ -297,7 +299,7 @@ def test_a_killed_worker_loses_nothing(cluster: Any, out: Path, tmp_path: Path) 
 
 
 def test_no_cluster_there(files: list[Path], out: Path) -> None:
-    pytest.importorskip("distributed", reason="needs pip install 'prismllm[dask]'")
+    pytest.importorskip("distributed", reason="needs pip install 'prismllm-toolkit[dask]'")
     with pytest.raises(InputFileError, match="no Dask scheduler answers") as caught:
         convert(files, out, dask="nonsense")
     assert caught.value.where == "nonsense"

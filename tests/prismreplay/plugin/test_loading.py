@@ -70,7 +70,7 @@ def test_without_cuda_python_the_hint_says_what_works(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(PluginUnavailableError) as caught:
         compiling.cubin("hold", "sm_90")
-    assert "prismllm[cuda]" in caught.value.hint
+    assert "prismllm-toolkit[cuda]" in caught.value.hint
     assert "CPUs" in caught.value.hint
 
 
@@ -108,7 +108,7 @@ def test_what_a_device_needs_is_named(monkeypatch, torch, message):
 
 def _needs_nvrtc():
     if importlib.util.find_spec("cuda") is None or not importlib.util.find_spec("cuda.core"):
-        pytest.skip("needs cuda-python: pip install 'prismllm[cuda]'")
+        pytest.skip("needs cuda-python: pip install 'prismllm-toolkit[cuda]'")
     try:
         compiling._compiler_version()
     except PluginError as error:

@@ -10,7 +10,7 @@ from importlib import util
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm[replay]'"
+    util.find_spec("torch") is None, reason="needs torch: pip install 'prismllm-toolkit[replay]'"
 )
 
 # In one process of their own, as hooks stay installed. Each scene gives every place it leaves.
