@@ -283,8 +283,8 @@ class VirtualWorld:
         if absent < 1:
             raise PlanError(
                 f"vertex {vertex} of the plan has all its sandbox members already",
-                hint="the plan is of another program or is damaged: leave --plan out, or compile "
-                "it again",
+                hint="the program makes an operation more often than its graph has it: collect it "
+                "again, with as many steps as are run; with --plan, compile that again, too",
             )
         self._absent[place] = absent - 1
         self._latest[place] = max(time_ns, self._latest.get(place, time_ns))

@@ -35,7 +35,7 @@ from prismreplay.run.device_spinning import DevicePace
 from prismreplay.run.device_streams import Streams
 from prismreplay.run.device_uses import GroupUses
 from prismreplay.run.device_work import DeviceWork, Launcher, is_asynchronous
-from prismreplay.run.following import Followed, GraphFollower, Placed
+from prismreplay.run.following import GraphFollower, Placed
 from prismreplay.run.marks import DeviceSummary
 from prismreplay.run.outside_memory import BufferPool
 from prismreplay.run.real_group import real_group
@@ -198,7 +198,7 @@ class DeviceRole(SandboxRole):
         if self._pacer is not None:
             summary = self._pacer.summarize(summary)
         follower = self._follower
-        followed = Followed(follower.repeated, follower.missing, follower.resized)
+        followed = follower.followed
         self._connection.tell(("device", tuple(summary), tuple(followed), self._uses.told()))
 
     def _pass(self, op: Op, placed: Placed) -> None:

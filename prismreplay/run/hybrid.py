@@ -216,6 +216,12 @@ class HybridCoordinator(Coordinator):
                 f"\nranks {format_ranks(ranks)} wait for virtual ranks that, in the plan, wait for "
                 "operations that no sandbox rank has issued"
             )
+            beyond = [one for one in self._world.followers.values() if one.repeated]
+            if beyond:
+                found.report += (
+                    "\nthe run is beyond the steps of the graph and repeats its last one: collect as "
+                    "many steps as are run, or run no more than were collected"
+                )
         if self._store.waiting and self._world.store is None:
             found.report += (
                 "\nvirtual ranks set keys of the store only as they were recorded to: "

@@ -16,6 +16,10 @@ _REPEATED = (
     "operations of steps beyond the graph: their tensors are those of its last step, which do "
     "not fit the training"
 )
+_UNPLANNED = (
+    "operations of steps beyond the graph that its last step lacks: virtual ranks kept nobody "
+    "waiting in them; collect as many steps as are run"
+)
 _MIRRORED = (
     "operations were given what the rank itself gave, as nothing says what virtual ranks send: "
     "losses are not the job's"
@@ -89,6 +93,8 @@ def _warnings(report: RunReport, *, spun: bool) -> list[tuple[str, object]]:
         found.append(("warning", text))
     if report.repeated_operations:
         found.append(("warning", f"{report.repeated_operations:,} {_REPEATED}"))
+    if report.unplanned_operations:
+        found.append(("warning", f"{report.unplanned_operations:,} {_UNPLANNED}"))
     mirrored = sum(one.device["mirrored"] for one in report.ranks if one.device)
     if mirrored:
         found.append(("warning", f"{mirrored:,} {_MIRRORED}"))

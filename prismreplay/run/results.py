@@ -140,6 +140,7 @@ class RunReport:
     the largest share that late answers took of a step after the first; above `interference_bound`
     the run is `disturbed`: its times are the machine's, not the job's. `repeated_operations` belong
     to steps beyond the graph, whose recorded tensors are those of its last step;
+    `unplanned_operations` of them its last step lacks: virtual ranks did not keep them waiting.
     `missing_operations` of the graph were not made; `resized_operations` carried other numbers of
     bytes. `transfer_sources` says, of the operations with virtual members, from where their
     transfer times are known. Of the time in which ranks could compute they waited for a core for
@@ -175,6 +176,7 @@ class RunReport:
     comparison: Comparison | None = None
     policies: dict[str, int] = field(default_factory=dict)
     core_wait: float = 0.0
+    unplanned_operations: int = 0
 
 
 def report_of(
@@ -243,6 +245,7 @@ def report_of(
         comparison=None if real is None else _compare(real, outcome, sandbox),
         policies=dict(outcome.made.policies),
         core_wait=core_wait(outcome.marks),
+        unplanned_operations=sum(one.unplanned for one in followers),
     )
 
 

@@ -79,6 +79,81 @@ def test_what_seemed_to_follow_the_training_is_the_next_step_s_when_it_goes_on(t
     assert follower.resized == 0
 
 
+BARRIER, GRADIENTS, LOSS = ("barrier", 0), ("all_reduce", 1000), ("all_reduce", 4)
+
+
+def following(folder, steps, last=()):
+    """A follower of a rank whose steps make these, with `last` after them, and what to call."""
+    made = [(*one, number) for number, step in enumerate(steps) for one in step]
+    made += [(*one, None) for one in last]
+    bare = open_trace(bare_graph(folder / "bare.parquet", 2, [("dp", range(2))], len(made)))
+    rows = bare.nodes.collect()
+    at = pl.col("seq")
+    for number, name in enumerate(("kind", "bytes", "step")):
+        values = {seq: one[number] for seq, one in enumerate(made)}
+        known = at.replace_strict(values, default=None, return_dtype=rows.schema[name])
+        rest = None if name == "step" else pl.col(name)
+        rows = rows.with_columns(pl.when(at.is_null()).then(rest).otherwise(known).alias(name))
+    trace = replace(bare, nodes=rows.lazy())
+    row = rows.filter(rank=0, kind="all_reduce").row(0, named=True)
+
+    def make(what):
+        return operation(trace, row, call=Call(what[0]), payload_bytes=what[1])
+
+    return followers_of(trace, [0])[0], make
+
+
+@pytest.mark.parametrize(
+    "last", [(), (BARRIER,), (("broadcast", 8), BARRIER)], ids=["nothing", "barrier", "both"]
+)
+def test_what_only_earlier_steps_have_is_found_there_when_the_training_goes_on(tmp_path, last):
+    rare, usual = [GRADIENTS, LOSS, BARRIER], [GRADIENTS, LOSS]
+    follower, make = following(tmp_path, [rare, usual, usual], last)
+    steps = [rare, usual, usual] * 3
+    placed = [[follower.place(make(one)) for one in step] for step in steps]
+    ended = [follower.place(make(one)) for one in last]
+    found = [[(one.otherwise or one) for one in step] for step in placed[3:]]
+    assert [[one.round_ for one in step[:2]] for step in found] == [[n, n] for n in range(1, 7)]
+    barriers = [step[2] for step in found if len(step) > 2] + ended[-1:]
+    # The plan hears of the one that follows the training once, and of no other.
+    assert [one.skipping for one in barriers] == [len(last) == 0, True, True][: len(barriers)]
+    assert follower.unplanned == 2
+    assert follower.resized == 0
+
+
+def test_a_sum_that_only_earlier_steps_have_is_not_taken_for_another_size(tmp_path):
+    rare, usual = [GRADIENTS, LOSS], [GRADIENTS]
+    follower, make = following(tmp_path, [rare, usual])
+    for step in [rare, usual] * 3:
+        for one in step:
+            follower.place(make(one))
+    assert (follower.unplanned, follower.resized, follower.repeated) == (2, 0, 4)
+
+
+def test_a_size_that_an_earlier_step_had_may_come_again(tmp_path):
+    small, large = [("all_reduce", 8), GRADIENTS], [("all_reduce", 9), GRADIENTS]
+    follower, make = following(tmp_path, [small, large])
+    for step in [small, large] * 3:
+        for one in step:
+            follower.place(make(one))
+    assert (follower.unplanned, follower.resized, follower.repeated) == (0, 2, 8)
+
+
+@pytest.mark.parametrize("what", [BARRIER, LOSS])
+def test_a_further_step_without_what_the_last_has_is_refused(tmp_path, what):
+    rare, usual = [GRADIENTS, what, ("broadcast", 8)], [GRADIENTS, ("broadcast", 8)]
+    follower, make = following(tmp_path, [usual, rare], [BARRIER])
+    for one in [*usual, *rare, GRADIENTS]:
+        follower.place(make(one))
+    with pytest.raises(
+        PlanError,
+        match=rf"rank 0 makes broadcast of 8 bytes .* in step 2: it is {what[0]} there. The graph "
+        "ends with step 1, which further steps repeat",
+    ) as caught:
+        follower.place(make(usual[1]))
+    assert "collect as many steps as are run" in caught.value.hint
+
+
 def test_shorter_programs_leave_steps_out(trace):
     follower = followers_of(trace, [1])[1]
     first = [op for row, op in program(trace, 1) if row["step"] in (None, trace.header.steps[0])]
