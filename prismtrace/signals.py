@@ -1,27 +1,34 @@
 """Being asked to stop: like Ctrl-C, so that temporary files and workers go with the command.
 
 KeyboardInterrupt may be lost, and the command would go on as if nothing had been asked of it: while
-a module is imported, as extension modules drop errors that they do not expect, or take them for a
-missing module; in finalizers, and in what compiled code calls. While a process is started, that
+an extension module imports others, as it may drop errors that it does not expect, or take them for
+a missing module; in finalizers, and in what compiled code calls. While a process is started, that
 process would be lost. So it waits until that is over.
+
+Imports by Python code are interrupted: on a busy machine those of torch take half a minute. Should
+one of them drop the error nevertheless, it is raised again.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from opcode import opmap
 from types import FrameType
 
 __all__ = ["stop_signals"]
 
 # A batch system's time limit, and a terminal that is closed. Windows has no SIGHUP.
 _STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
-# LLVM calls functions of llvmlite (numba's compiler).
-_DEAF_FILES = ("<frozen importlib._bootstrap>", f"{os.sep}llvmlite{os.sep}")
+# LLVM calls functions of it (numba's compiler).
+_LLVMLITE = f"{os.sep}llvmlite{os.sep}"
+_IMPORTLIB = "<frozen importlib._bootstrap"
+_IMPORT_NAME = opmap["IMPORT_NAME"]
 # Errors of finalizers and of what Python calls at a fork are dropped; a process that `subprocess` is
 # just starting would be left behind.
 _DEAF_NAMES = ("__del__", "fork", "_execute_child")
@@ -43,16 +50,17 @@ def stop_signals() -> Iterator[list[int]]:
     or handles stays as it is.
     """
     stopped: list[int] = []
-    over = False
+    asked = over = False
     interruption = _Interruption()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if over:
+        nonlocal asked
+        # Not SIG_IGN in its place: of a signal that is on its way then, Python prints a traceback.
+        if over or (asked and number != signal.SIGINT):
             return
+        asked = True
         if number != signal.SIGINT:
             stopped.append(number)
-        for other in previous.keys() - {signal.SIGINT}:
-            signal.signal(other, signal.SIG_IGN)
         interruption.come(frame)
 
     previous = {}
@@ -77,18 +85,23 @@ class _Interruption:
 
     def __init__(self) -> None:
         self._until: float | None = None  # None: nothing is due
+        self._raised: KeyboardInterrupt | None = None
+        self._importing: FrameType | None = None
+        """What imported when it was raised: where that goes on, it was lost."""
 
     def come(self, frame: FrameType | None) -> None:
         """Raise now, or look again soon."""
-        if not _is_deaf(frame) or not self._can_wait():
-            raise KeyboardInterrupt
-        if self._until is None:
+        may_wait = self._can_wait()
+        if self._until is None and may_wait:
             self._until = time.monotonic() + _LONGEST_WAIT_S
             signal.signal(signal.SIGALRM, self._look)
             signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+        if not _is_deaf(frame) or not may_wait:
+            self._raise(frame)
 
     def forget(self) -> None:
         """What has not been raised by now, is not."""
+        self._importing = None
         if self._until is not None:
             self._until = None
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -101,9 +114,29 @@ class _Interruption:
         return hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
     def _look(self, _number: int, frame: FrameType | None) -> None:
-        if self._until is not None and (not _is_deaf(frame) or not self._can_wait()):
+        if self._until is None:
+            return
+        if self._raised is not None and not self._is_lost(frame):
+            return
+        if not _is_deaf(frame) or not self._can_wait():
+            self._raise(frame)
+
+    def _raise(self, frame: FrameType | None) -> None:
+        self._raised = KeyboardInterrupt()
+        self._importing = _importer(frame)
+        if self._importing is None:
             self.forget()
-            raise KeyboardInterrupt
+        raise self._raised
+
+    def _is_lost(self, frame: FrameType | None) -> bool:
+        """Whether the program goes on, instead of cleaning up."""
+        if self._importing not in _stack(frame):
+            self.forget()  # it has left that function
+            return False
+        handled = sys.exc_info()[1]
+        while handled is not None and handled is not self._raised:
+            handled = handled.__context__
+        return handled is None
 
 
 def _is_deaf(frame: FrameType | None) -> bool:
@@ -111,9 +144,45 @@ def _is_deaf(frame: FrameType | None) -> bool:
     if frame is not None and _POLARS in (name := frame.f_code.co_filename):
         # Rust has called it, and would panic; but whoever collects a lazy frame may be stopped.
         return _LAZY not in name
+    if frame is not None and _is_importlib(frame):
+        return True  # it may hold a lock; what it imports does not
+    return any(
+        one.f_code.co_name in _DEAF_NAMES
+        or _LLVMLITE in one.f_code.co_filename
+        or _is_compiled_code_importing(one)
+        for one in _stack(frame)
+    )
+
+
+def _is_compiled_code_importing(frame: FrameType) -> bool:
+    """Whether this is what an extension module called to import, or when it was imported."""
+    name, back = frame.f_code.co_name, frame.f_back
+    if back is None:
+        return False
+    if not _is_importlib(frame):
+        return back.f_code.co_name == "_call_with_frames_removed" and name != "<module>"
+    if name not in ("_find_and_load", "_handle_fromlist"):
+        return False
+    if _is_importlib(back):
+        return back.f_code.co_name not in ("_gcd_import", "_handle_fromlist")
+    return back.f_code.co_code[back.f_lasti] != _IMPORT_NAME
+
+
+def _importer(frame: FrameType | None) -> FrameType | None:
+    """Who began the import that this is part of; None if it is part of none."""
+    outermost = None
+    for one in _stack(frame):
+        if _is_importlib(one):
+            outermost = one.f_back
+    return outermost
+
+
+def _is_importlib(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_IMPORTLIB)
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """`frame` and its callers."""
     while frame is not None:
-        code = frame.f_code
-        if code.co_name in _DEAF_NAMES or any(name in code.co_filename for name in _DEAF_FILES):
-            return True
+        yield frame
         frame = frame.f_back
-    return False
