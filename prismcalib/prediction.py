@@ -87,11 +87,12 @@ def predict(
     draws: int = 200,
     seed: int = 0,
 ) -> Prediction:
-    """Step time of a calibrated trace, and how much it varies if there are several steps.
+    """Step time of a calibrated trace, how it varies, exposed communication and idle of each rank.
 
     Args:
         source: a calibrated trace.
-        draws: how many windows of resampled steps to propagate; 0: none.
+        draws: how many windows of resampled steps to propagate, if there are several steps; 0:
+            none.
         seed: the same seed gives the same quantiles.
 
     Raises:

@@ -45,7 +45,7 @@ PART_MEANINGS = (
 CAUSE_MEANING = (
     "a cause takes out just the difference that its line names, of a rank or group the same share "
     "of every operation; where the tables make a part like its peers, also what single operations "
-    "took longer goes, so the same rank may save more there"
+    "took longer goes, and slow transfers, so the same rank may save more there"
 )
 """Why a cause and a part of the same name do not save the same."""
 

@@ -16,7 +16,7 @@ EXTRA_COLUMNS = {
     ),
     "x_busy_ns": (
         "convert, communication grain; coarsen",
-        "Part of a span's duration in which one of them ran; the rest of `dur_ns` is idle, between kernels.",
+        "Part of a span's duration in which one of them ran; the rest of `dur_ns` is idle inside.",
     ),
     "x_arg_NAME": (
         "convert --keep-arg NAME",
@@ -54,6 +54,12 @@ bytes; null means "not applicable" or "not known", never 0.
 **Before a merge** these columns are null on every row: {empty}.
 Their sums are 0 then, for Polars adds up no numbers to 0: merge first, or use `dur_ns`, which holds
 waiting and transfer together.
+
+**Idle time.** At the default grain of `convert` (`communication`) a row of computation is a span:
+`start_ns` and `dur_ns` reach from the first to the last kernel between two communications. Gaps
+between rows then miss the idle time inside spans, which is often the larger part: it is
+`dur_ns - x_busy_ns`. At `--grain kernel` every kernel is a row, there is no `x_busy_ns`, and all
+idle time lies between rows. `prismcalib.predict(...).ranks` has both parts for every rank.
 """
 
 _EXTRA = """\

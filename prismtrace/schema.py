@@ -386,7 +386,8 @@ class Node(BaseModel):
     start_ns: Annotated[int | None, _I64, Field(ge=-(2**63), lt=2**63)] = None
     """Start, in the clock of the rank's domain; after a merge in the one clock of the trace."""
     dur_ns: Annotated[int | None, _I64, _INT64] = None
-    """Duration; for a communication wait plus transfer."""
+    """Duration; for a communication wait plus transfer, for a span of several kernels idle time
+    between them, too (see `x_busy_ns`)."""
     transfer_ns: Annotated[int | None, _I64, _INT64] = None
     """Duration of a communication without waiting for late members."""
     transfer_source: Annotated[TransferSource | None, ColumnType("Enum", TransferSource)] = None

@@ -14,6 +14,11 @@ HEAD = """# Python API
 Generated from the code: the public names of the packages, their signatures and what they are for.
 Names with more to say lead to it; it is what `help(prismcalib.merge)` says, too. Paths may be `str`
 or `Path`; a `source` is a trace that is open, or the path of one.
+
+Where does a rank spend its time, its exposed (not hidden) communication and its idle time among it?
+`prismcalib.predict(source).ranks` says it. Rows of a trace alone do not: a row of computation is a
+span of many kernels at the default grain, and gaps between rows miss the idle time inside it
+(`dur_ns - x_busy_ns`, see [columns](columns.md)).
 """
 
 
