@@ -54,6 +54,42 @@ def test_computation_leaves_out_idle_between_kernels_everywhere(half_idle):
     assert f"idle inside spans {path['inner_idle_ns'] / path['length_ns']:.0%}" in printed
 
 
+def test_idle_time_says_where_it_lies(half_idle, tmp_path):
+    rows = pl.read_parquet(half_idle).filter(pl.col("x_busy_ns").is_not_null())
+    inside_ns = (rows["dur_ns"] - rows["x_busy_ns"]).sum()
+    words = ("merge", half_idle, "-o", tmp_path / "again.parquet")
+    report = json.loads(invoke(*words, "--json"))
+    assert report["idle_inside"] == {"count": rows.height, "total_ns": inside_ns}
+    merged = invoke(*words)
+    assert re.search(r"^idle between spans .* before [\d,]+ rows", merged, re.MULTILINE)
+    assert re.search(r"^idle inside spans .*: between the kernels of ", merged, re.MULTILINE)
+    for command in ("critical-path", "predict"):
+        printed = invoke(command, half_idle)
+        assert "idle inside spans" in printed
+        assert "idle between spans" in printed
+
+
+def test_merge_tells_no_idle_time_inside_spans_that_it_does_not_know(tmp_path):
+    run = synth.generate(synth.JobSpec(pp=1, tp=1, dp=2, steps=1, microbatches=1))
+    report = merge(Trace(run.header, run.nodes)).report
+    assert report.idle_inside is report.idle_inside_on_critical_path is None
+    pt.write(Trace(run.header, run.nodes), tmp_path / "run.parquet")
+    printed = invoke("merge", tmp_path / "run.parquet", "-o", tmp_path / "aligned.parquet")
+    assert "idle between spans" in printed
+    assert "idle inside spans" not in printed
+
+
+def test_what_if_lists_the_ranks_that_its_headline_names(half_idle):
+    printed = invoke("what-if", half_idle, "--scale", "rank = 3", "3", "--limit", "1")
+    table = printed.partition("time on the critical path by rank")[2].partition("by group")[0]
+    heads = re.findall(r"\d+% (?:of it )?on rank \d+.*$", printed, re.MULTILINE)
+    named = {rank for line in heads for rank in re.findall(r"on rank (\d+)", line)}
+    assert "3" in named
+    listed = set(re.findall(r"^ *(\d+) ", table, re.MULTILINE))
+    assert named <= listed
+    assert "largest changes first" in table
+
+
 @pytest.fixture(scope="module")
 def renumbered(tmp_path_factory):
     """A job whose log numbers its ranks 0, 2, 4, ..."""

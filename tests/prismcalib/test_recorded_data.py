@@ -36,8 +36,12 @@ def test_a_tensor_parallel_step(recorded):
     assert report.clock.end_spread_after.max_ns == 49_000
     assert {domain.offset_ns for domain in report.clock.domains} == {0}
     assert report.clock.inconsistent == 0
+    # Idle time lies between spans and inside them; with every kernel a row, all of it between.
+    assert (report.lags.total_ns, report.idle_inside.total_ns) == (122_733_000, 424_417_000)
     # Nothing is lost: idle gaps are kept as lags, and the path adds up.
     path = critical_path(result.trace)
+    assert report.idle_inside_on_critical_path.total_ns == path.inner_idle_ns
+    assert report.lags_on_critical_path.total_ns == path.gap_ns
     parts = path.compute_ns + path.transfer_ns + path.unmatched_ns + path.gap_ns + path.lead_in_ns
     assert parts == path.length_ns == report.propagated_ns
     assert (result.nodes.filter("critical")["slack_ns"] == 0).all()

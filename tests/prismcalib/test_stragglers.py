@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import polars as pl
@@ -408,6 +409,13 @@ def test_command(run_command, tmp_path):
     # Each of the two savings says what it means.
     assert "saves: share of the step without launch delays" in done.stdout
     assert "less if its computation takes as long as the median of the other 3 ranks" in done.stdout
+    assert (
+        "(below 0: operations that were quicker than their peers' get longer, too)" in done.stdout
+    )
+    assert "a cause takes out just the difference that its line names" in done.stdout
+    whole = re.search(r"^no launch delays +([\d,.]+ ms)", done.stdout, re.MULTILINE)[1]
+    cause = r"slow-rank, rank 3 \(.*\): [\d.]+% \([\d,.]+ ms of (.*?)\) less if"
+    assert re.search(cause, done.stdout)[1] == whole
     assert "in the log" in done.stdout
     told = run_command("prismcalib", "stragglers", "t.parquet", "--by", "stage", "--json")
     report = json.loads(told.stdout)
