@@ -233,16 +233,18 @@ def _print(report: SlicingReport, options: SliceOptions) -> None:
 def _warn(report: SlicingReport) -> None:
     if report.replaced:
         what = sorted({name for unlike in report.replaced.values() for name in unlike})
+        count = len(report.replaced)
         print(
-            f"note: {len(report.replaced)} slices in the folder, made with another "
-            f"{', '.join(what)}, were replaced",
+            f"note: {console.counted(count, 'slice')} in the folder {'was' if count == 1 else 'were'} "
+            f"replaced, as made otherwise ({', '.join(what)})",
             file=sys.stderr,
         )
     if report.split_groups:
         took = "what few ranks take" if report.assistants else "no time yet"
+        are, its = ("was", "its") if report.split_groups == 1 else ("were", "their")
         print(
-            f"note: {console.counted(report.split_groups, 'group')} were never real as a whole, and "
-            f"their transfers take {took}: merge has a model fill them in (--ranks-per-host), or "
+            f"note: {console.counted(report.split_groups, 'group')} {are} never real as a whole, and "
+            f"{its} transfers take {took}: merge has a model fill them in (--ranks-per-host), or "
             "times that `prismreplay comm-bench` measured (--comm-table)",
             file=sys.stderr,
         )

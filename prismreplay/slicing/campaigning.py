@@ -149,7 +149,7 @@ def slice_job(
     Raises:
         SliceError: the graph is none, or slice `only` is no part of it, or does not fit others.
         OutputError: the folder cannot be written, or another campaign writes there.
-        WorkError: a slice failed; those that were finished stay.
+        WorkError: a slice failed, or its ranks did something else than the graph; those that were finished stay.
     """
     begun = time.monotonic()
     program.check()
@@ -406,7 +406,7 @@ def _require_fitting(foreign: Any) -> None:
     """One slice alone must fit those that stay."""
     for path, unlike in foreign.items():
         raise SliceError(
-            f"other slices in the folder were made with another {', '.join(unlike)}",
+            f"other slices in the folder were made otherwise ({', '.join(unlike)})",
             where=str(path),
             hint="run all slices again, without --only, or name another folder",
         )

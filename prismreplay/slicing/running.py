@@ -20,6 +20,7 @@ import polars as pl
 
 from prismreplay.plan import compile_plan
 from prismreplay.run.marks import core_wait
+from prismreplay.slicing.completeness import require_whole
 from prismreplay.slicing.cutting import steps_only
 from prismreplay.slicing.fingerprint import KEY
 from prismreplay.slicing.task import SliceOutcome, SliceTask
@@ -42,9 +43,11 @@ def prepare() -> None:
 
 
 def perform(task: SliceTask) -> SliceOutcome:
-    """Run a slice and write it; see `prismreplay.run.running.run_sandbox` for errors.
+    """Run a slice and write it. Call it in a process without other threads.
 
-    Call it in a process without other threads.
+    Raises:
+        SliceError: its ranks did not make the graph's communications.
+        ReplayError: see `prismreplay.run.running.run_sandbox`.
     """
     from prismreplay.run.options import RunOptions
     from prismreplay.run.running import run_sandbox
@@ -107,15 +110,16 @@ def _stay_on(cores: Sequence[int]) -> None:
 
 def _finished(task: SliceTask, graph: Trace, raw: Trace, ran: RunOutcome) -> SliceOutcome:
     """Write the slice as it is merged: with sources of transfers, and what it was made from."""
+    job = open_trace(list(task.graph))
+    require_whole(raw.nodes, job, task.execution, task.steps)
     mixed = _is_mixed(_real_groups(ran, raw))
     rows = raw.nodes.with_columns(_source(mixed, task))
     if task.arrivals is not None:
         rows = _with_planned_transfers(rows, mixed, graph)
-    job = open_trace(list(task.graph)).header
     header = raw.header.model_copy(
         update={
-            "axes": job.axes,
-            "symmetry": job.symmetry,
+            "axes": job.header.axes,
+            "symmetry": job.header.symmetry,
             "extra": {
                 **raw.header.extra,
                 KEY: {
