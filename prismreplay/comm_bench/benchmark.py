@@ -94,6 +94,9 @@ def _start(spec: BenchSpec, ranks: int, output: Path) -> Measured:
     logs.prepare()
     try:
         run_ranks(program, ranks, _environment(), logs)
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     except RankFailedError as error:
         # On a full disk no rank can say why it failed: neither in its result nor in its log.
         number = refusal(result)

@@ -121,3 +121,14 @@ def test_a_full_disk_is_what_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr("prismreplay.comm_bench.benchmark.refusal", lambda _: None)
     with pytest.raises(RankFailedError):
         bench_communications(BenchSpec(sizes=(1024,)), tmp_path / "table.parquet", ranks=2)
+
+
+def test_ctrl_c_leaves_nothing(tmp_path, monkeypatch):
+    def stop(_program, _ranks, _environment, logs):
+        logs.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("prismreplay.comm_bench.benchmark.run_ranks", stop)
+    with pytest.raises(KeyboardInterrupt):
+        bench_communications(BenchSpec(sizes=(1024,)), tmp_path / "table.parquet", ranks=2)
+    assert list(tmp_path.iterdir()) == []
