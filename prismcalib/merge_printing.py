@@ -11,7 +11,7 @@ from prismcalib.slices import SlicesReport
 from prismcalib.step_times import steps_text
 from prismcalib.wording import IDLE_BETWEEN, IDLE_INSIDE, parts_of_spans
 from prismtrace.console import counted, table
-from prismtrace.schema import TraceHeader
+from prismtrace.schema import TraceHeader, TransferSource
 
 __all__ = ["print_merge", "print_slices"]
 
@@ -187,6 +187,12 @@ def print_slices(report: SlicesReport) -> None:
         ("", "value", "meaning"),
         lines,
     )
+    if report.sources.keys() == {TransferSource.NONE.value}:
+        print(
+            "warning: nothing says what communications take, so they take no time here. Let slices "
+            "have whole groups (`prismreplay slice --sandbox-size`), or measure communications "
+            "(`prismreplay comm-bench`, then --comm-table)"
+        )
     print(f"structure: every slice agrees with {report.checked_against}")
     print()
     if report.comm_costs is not None:

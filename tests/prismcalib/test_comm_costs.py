@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from prismcalib.comm_logs import Reading
 from prismcalib.comm_samples import SCHEMA
 from prismcalib.comm_table import CommTable
 from prismcalib.errors import CommLogError, MergeInputError
+from prismcalib.merge_printing import print_slices
 from prismcalib.merging import merge
 from prismcalib.prediction import predict
 from prismcalib.slices import SliceOptions
@@ -122,6 +124,18 @@ def test_what_was_measured_is_never_replaced(run, partial, tmp_path):
     assert kept.equals(plain.filter(measured).select("id", "transfer_ns"))
     whole = synth.cut_into_slices(run, tmp_path, 8)
     assert counts(merge(whole, slices=options)).keys() == {"measured"}
+
+
+def test_where_nothing_tells_what_communications_take_it_is_said(run, tmp_path, capsys):
+    paths = synth.cut_into_slices(run, tmp_path, 1, virtual="none", transfers="given")
+    for path in paths:
+        distort(path, source="none")
+    report = merge(paths, slices=SliceOptions(ranks_per_host=PER_HOST)).report
+    assert report.sources.keys() == {"none"}
+    print_slices(report)
+    assert "nothing says what communications take" in capsys.readouterr().out
+    print_slices(replace(report, sources={"none": 3, "measured": 1}))
+    assert "nothing says" not in capsys.readouterr().out
 
 
 def test_a_ring_outranks_the_model_but_not_the_table(run, tmp_path, true_table, truth):
