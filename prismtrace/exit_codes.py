@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import gc
 import io
 import os
 import signal
@@ -58,6 +59,10 @@ def run(app: typer.Typer) -> NoReturn:
             code = 130
     if stopped:
         code = 128 + stopped[0]
+    if stopped or code == 130:
+        # To collect what torch leaves takes longer than all else that ends a command.
+        atexit.register(gc.freeze)
+        atexit.register(gc.disable)
     # Ctrl-C while the interpreter shuts down ends it without a traceback.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
     _flush_stdout()

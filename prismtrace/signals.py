@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from opcode import opmap
 from types import FrameType
 
@@ -28,6 +29,9 @@ _STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasatt
 # LLVM calls functions of it (numba's compiler).
 _LLVMLITE = f"{os.sep}llvmlite{os.sep}"
 _IMPORTLIB = "<frozen importlib._bootstrap"
+_IMPORTING = ("_find_and_load", "_handle_fromlist")
+"""What the interpreter itself calls of importlib, for an `import` and for compiled code."""
+_IMPORTING_MORE = ("_find_and_load_unlocked", "_handle_fromlist")
 _IMPORT_NAME = opmap["IMPORT_NAME"]
 # Errors of finalizers and of what Python calls at a fork are dropped; a process that `subprocess` is
 # just starting would be left behind.
@@ -130,7 +134,7 @@ class _Interruption:
 
     def _is_lost(self, frame: FrameType | None) -> bool:
         """Whether the program goes on, instead of cleaning up."""
-        if self._importing not in _stack(frame):
+        if all(one is not self._importing for one in _stack(frame)):
             self.forget()  # it has left that function
             return False
         handled = sys.exc_info()[1]
@@ -157,22 +161,24 @@ def _is_deaf(frame: FrameType | None) -> bool:
 def _is_compiled_code_importing(frame: FrameType) -> bool:
     """Whether this is what an extension module called to import, or when it was imported."""
     name, back = frame.f_code.co_name, frame.f_back
-    if back is None:
+    if back is None or (_is_importlib(frame) and name not in _IMPORTING):
         return False
-    if not _is_importlib(frame):
-        return back.f_code.co_name == "_call_with_frames_removed" and name != "<module>"
-    if name not in ("_find_and_load", "_handle_fromlist"):
+    if not _is_importlib(back):
+        code = back.f_code.co_code
+        return _is_importlib(frame) and code[back.f_lasti] != _IMPORT_NAME
+    if back.f_code.co_name != "_call_with_frames_removed":
         return False
-    if _is_importlib(back):
-        return back.f_code.co_name not in ("_gcd_import", "_handle_fromlist")
-    return back.f_code.co_code[back.f_lasti] != _IMPORT_NAME
+    # Either importlib imports a package for what is in it, or it runs a module.
+    before = back.f_back
+    of_importlib = before is not None and before.f_code.co_name in _IMPORTING_MORE
+    return not of_importlib and name != "<module>"
 
 
 def _importer(frame: FrameType | None) -> FrameType | None:
     """Who began the import that this is part of; None if it is part of none."""
     outermost = None
     for one in _stack(frame):
-        if _is_importlib(one):
+        if _is_importlib(one) or one.f_code is import_module.__code__:
             outermost = one.f_back
     return outermost
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,59 @@ def test_an_import_does_not_swallow_it(
     assert reached == [True]
     assert (signal.getsignal(number), signal.getsignal(signal.SIGALRM)) == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_an_import_by_python_code_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill = f"import os, signal, time\nos.kill(os.getpid(), {int(signal.SIGINT)})\ntime.sleep(60)\n"
+    (tmp_path / "inner.py").write_text(kill)
+    (tmp_path / "outer.py").write_text("import inner\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt), stop_signals():
+        importlib.import_module("outer")
+    assert not {"inner", "outer"} & sys.modules.keys()
+
+
+def test_an_import_by_compiled_code_is_not_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill = f"import os, signal\nos.kill(os.getpid(), {int(signal.SIGINT)})\n"
+    (tmp_path / "called.py").write_text(kill)
+    monkeypatch.syspath_prepend(tmp_path)
+    imported = []
+
+    def run() -> None:
+        with stop_signals():
+            imported.append(__import__("called"))  # a builtin function
+            signal.pause()  # until what is due comes
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    finally:
+        sys.modules.pop("called", None)
+    assert len(imported) == 1
+
+
+def test_cleaning_up_after_an_import_is_not_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "inner.py").write_text(f"import os\nos.kill(os.getpid(), {int(signal.SIGINT)})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    cleaned = []
+
+    def run() -> None:
+        with stop_signals():
+            try:
+                importlib.import_module("inner")
+            finally:
+                time.sleep(0.05)
+                cleaned.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert cleaned == [True]
 
 
 class _Finalized:
