@@ -9,7 +9,14 @@ from prismcalib.paths import CriticalPath, ShareColumn
 from prismcalib.prediction import BEFORE_PATH, IDLE_RECORDED, Prediction
 from prismcalib.resampling import StepSpread
 from prismcalib.step_times import steps_text
-from prismcalib.wording import IDLE_BETWEEN, IDLE_INSIDE, ONE_STEP_PATH, RankNames
+from prismcalib.wording import (
+    IDLE_BETWEEN,
+    IDLE_INSIDE,
+    MOSTLY_START,
+    ONE_STEP_PATH,
+    RankNames,
+    start_text,
+)
 from prismtrace.console import counted, table
 from prismtrace.schema import TraceHeader
 
@@ -76,6 +83,9 @@ def _print_length(path: CriticalPath) -> None:
     )
     if path.lead_in_ns * 2 > path.length_ns:
         print(f"\n{ONE_STEP_PATH}")
+    start = path.start_share()
+    if start is not None and start[0] >= MOSTLY_START:
+        print(f"\n{start_text(*start)}")
 
 
 def _print_shares(path: CriticalPath, column: ShareColumn, names: RankNames, limit: int) -> None:

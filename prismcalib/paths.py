@@ -33,6 +33,8 @@ __all__ = [
     "stored_path",
 ]
 
+_SOME_STEPS = 3
+
 ShareColumn = Literal["kind", "rank", "group", "phase", "step"]
 
 
@@ -84,6 +86,18 @@ class CriticalPath:
         """The segments that take longest, gaps included."""
         total = pl.col("busy_ns") + pl.col("gap_ns")
         return self.segments.sort(total, descending=True, maintain_order=True).head(limit)
+
+    def start_share(self) -> tuple[float, tuple[int, int]] | None:
+        """Share of the path up to the end of the first step, with the job's start; later steps.
+
+        None with fewer than three steps: then the first is much of the run anyway.
+        """
+        shares = self.shares("step")
+        steps = sorted(shares["step"].drop_nulls().to_list())
+        if len(steps) < _SOME_STEPS:
+            return None
+        at_start = pl.col("step").is_null() | (pl.col("step") == steps[0])
+        return float(shares.filter(at_start)["share"].sum()), (steps[1], steps[-1])
 
     def as_dict(self, limit: int = 20) -> dict[str, Any]:
         """The path as JSON values, with the `limit` longest segments."""

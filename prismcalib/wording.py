@@ -11,6 +11,7 @@ __all__ = [
     "CAUSE_MEANING",
     "IDLE_BETWEEN",
     "IDLE_INSIDE",
+    "MOSTLY_START",
     "ONE_STEP_PATH",
     "PART_MEANINGS",
     "RankNames",
@@ -18,6 +19,7 @@ __all__ = [
     "parts_of_spans",
     "percent_text",
     "share_text",
+    "start_text",
 ]
 
 IDLE_BETWEEN = "idle between spans"
@@ -31,6 +33,18 @@ ONE_STEP_PATH = (
     "`prismcalib stragglers` judges all steps"
 )
 """Where more than half of the window lies before the critical path starts."""
+
+MOSTLY_START = 0.5
+"""Share of the path up to the end of the first step from which on it says little about the others."""
+
+
+def start_text(share: float, later: tuple[int, int]) -> str:
+    """That the path is mostly the job's start and first step, and how to see `later` steps."""
+    return (
+        f"{percent_text(share)} of the critical path is the job's start and first step; to see the "
+        f"others alone, cut them out: `prismtrace slice-out --steps {later[0]}-{later[1]}`"
+    )
+
 
 _SAVES = (
     "saves: share of the step without launch delays that goes if only this part is like its peers "

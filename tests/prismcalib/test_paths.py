@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import polars as pl
 import pytest
 
@@ -5,6 +7,7 @@ import prismtrace as pt
 from prismcalib import describe_run
 from prismcalib.errors import CoverageError, MergeInputError, MissingMemberError
 from prismcalib.merging import merge
+from prismcalib.path_printing import print_path
 from prismcalib.paths import critical_path
 from prismcalib.prediction import predict
 from prismtrace.trace import Trace
@@ -94,3 +97,20 @@ def test_large_traces_are_refused_like_others(make_run, monkeypatch):
     unmarked = Trace(header=merged.header, nodes=merged.nodes.with_columns(critical=False))
     with pytest.raises(MergeInputError, match="no row of the trace is marked"):
         critical_path(unmarked)
+
+
+def test_a_long_start_is_told(make_run, capsys):
+    trace = merge(make_run(steps=4).trace).trace
+    path = critical_path(trace)
+    share, later = path.start_share()
+    assert 0.1 < share < 0.5
+    assert later == (1, 3)
+    print_path(path, None, trace.header, 3)
+    assert "job's start" not in capsys.readouterr().out
+    late = pl.when(pl.col("step") == 0).then(40 * pl.col("busy_ns")).otherwise(pl.col("busy_ns"))
+    slow = path.segments.with_columns(busy_ns=late)
+    length = path.length_ns + slow["busy_ns"].sum() - path.segments["busy_ns"].sum()
+    print_path(replace(path, segments=slow, length_ns=length), None, trace.header, 3)
+    assert "`prismtrace slice-out --steps 1-3`" in capsys.readouterr().out
+    once = critical_path(merge(make_run(steps=2).trace).trace)
+    assert once.start_share() is None
