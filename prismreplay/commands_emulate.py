@@ -193,6 +193,7 @@ class _Told:
 def _print(done: Emulation) -> None:
     from prismcalib.durations import format_ns
     from prismcalib.step_times import steps_text
+    from prismtrace.ranks import format_ranks
 
     found = done.findings
     emulated = found.emulated_step_ns
@@ -219,6 +220,11 @@ def _print(done: Emulation) -> None:
         shown = ", ".join(f"{loss:g}" for loss in losses[-_MOST_LOSSES:])
         earlier = "... " if len(losses) > _MOST_LOSSES else ""
         rows.append((f"losses, rank {rank}", earlier + shown))
+    if not found.losses:
+        silent = f"{'rank' if len(found.peak_memory) == 1 else 'ranks'} "
+        silent += format_ranks(tuple(found.peak_memory))
+        text = f"none in what {silent} printed ({done.folder}/run.logs)"
+        rows.append(("losses", f"{text}: --sandbox must name a rank that prints them"))
     rows.append(("rests on measurement", f"{found.measured_share:.1%} of the critical path"))
     rows.append(("time in all", _took(done)))
     for name, text in rows:

@@ -18,7 +18,7 @@ ReplayError                  a run on this machine cannot start or went wrong
 ├── PluginError              the CUDA plugin cannot do what it is asked
 │   ├── PluginUnavailableError  a GPU, its driver, cuda-python or a CUDA torch is missing
 │   └── PluginTimeoutError   a party of a pruned communication did not arrive
-└── SliceError               slices of other jobs in the way, or a graph that cannot be sliced
+└── SliceError               other jobs' slices in the way, or a slice that its graph does not fit
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class MockRouterError(ReplayError):
 
 
 class SliceError(ReplayError):
-    """A graph cannot be sliced, or files in the way are no slices of this job."""
+    """A graph cannot be sliced, slices do not fit it, or files in the way are none of this job."""
 
     code = "slice"
 

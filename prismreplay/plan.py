@@ -230,7 +230,8 @@ def compile_plan(trace: Trace, sandbox: Sequence[int], edits: Sequence[Edit] = (
     if header.kind != TraceKind.CALIBRATED:
         raise PlanError(
             f"a plan needs a calibrated trace, not a {header.kind.value} one",
-            hint="run `prismcalib merge` first",
+            hint="run `prismcalib merge` first; for data without times, `prismreplay run --early` "
+            "needs no plan and takes any graph",
         )
     chosen = tuple(sorted(set(sandbox)))
     if not chosen or chosen[-1] >= header.world_size or chosen[0] < 0:

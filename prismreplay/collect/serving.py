@@ -72,6 +72,7 @@ class Service:
         self._selector = selectors.DefaultSelector()
         self._silent_since = time.monotonic()
         self._told_silence = False
+        self._told_standing = ""
         self._disputed_since: float | None = None
         for one in ranks:
             self._selector.register(one.channel, selectors.EVENT_READ, (self._hear, one))
@@ -290,9 +291,12 @@ class Service:
             self._progress(len(self._coordinator.ended), f"{done:,} communications")
 
     def tell_standing(self) -> None:
-        """Print who waits for whom, if nobody has said anything for some seconds."""
+        """Print who waits for whom, if nobody has said anything for some seconds; once."""
         standing = self._coordinator.standing()
+        if standing == self._told_standing:
+            return
         if standing and time.monotonic() - self._silent_since > _SURE_SECONDS:
+            self._told_standing = standing
             print(standing, file=sys.stderr)
 
     def _get_unstuck(self) -> None:

@@ -118,8 +118,8 @@ class VirtualMembers:
         raise TensorRulesError(
             f"nothing says what {ranks} contribute to {op.call.value}",
             where=f"group={op.group.name} seq={op.seq}" + (f" at {op.site}" if op.site else ""),
-            hint="record the tensors (collect --record-tensors sandbox-facing --sandbox RANKS) or "
-            "give rules: --tensors",
+            hint="record the tensors (collect --record-tensors all; where only some ranks ever run "
+            "for real, sandbox-facing --sandbox RANKS is enough) or give rules: --tensors",
         )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 import prismcalib
 import prismtrace
 from prismcalib import synth
+from prismreplay.commands_emulate import _print
+from prismreplay.emulation.emulating import Emulation
 from prismreplay.emulation.findings import find, losses_in
 from prismreplay.run.injecting import edits_of
 from tests.prismtrace.conftest import build_trace
@@ -52,6 +55,16 @@ def test_what_the_run_told_is_passed_on(found):
     assert (found.emulated_step_ns, found.steps) == (900, 2)
     assert found.peak_memory == {3: 5}
     assert found.losses == {3: (2.5,)}
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_sandbox_that_prints_no_loss_is_told(found, silent, tmp_path, capsys):
+    shown = replace(found, losses={}) if silent else found
+    _print(Emulation(tmp_path, (), shown))
+    printed = capsys.readouterr().out
+    assert ("none in what rank 3 printed" in printed) == silent
+    assert ("--sandbox must name a rank that prints them" in printed) == silent
+    assert ("losses, rank 3:        2.5" in printed) != silent
 
 
 def test_doubts_are_told(found):
