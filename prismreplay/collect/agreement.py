@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prismreplay.errors import MismatchError
 from prismreplay.runtime.operations import Call, Op, TensorSpec
-from prismtrace.ranks import name_ranks
+from prismtrace.ranks import format_ranks, name_ranks
 from prismtrace.schema import DType
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def mismatch_of(requests: Sequence[Request]) -> MismatchError:
                 requests[0].op,
                 *((sorted(one.rank for one in alike), value, alike[0].op.site)
                   for value, alike in parties.items()),
+                steps=[request.op.step for request in requests],
             )  # fmt: skip
     raise ValueError("they are alike")
 
@@ -206,19 +207,27 @@ def require_message_fits(send: Request, receive: Request) -> None:
         raise _between("number of elements", receive, send, room.elements, sent.elements)
 
 
-def _mismatch(what: str, op: Op, *parties: tuple[Sequence[int], object, str]) -> MismatchError:
+def _mismatch(
+    what: str,
+    op: Op,
+    *parties: tuple[Sequence[int], object, str],
+    steps: Iterable[int | None] = (),
+) -> MismatchError:
     """Ranks, with what they say and their line; those that are fewest first."""
     ordered = sorted(parties, key=lambda party: len(party[0]))
     name = f"group {op.group.name!r}" + (f" ({op.group.desc})" if op.group.desc else "")
     number = "" if op.seq is None else f", operation {op.count}"
+    known = {step for step in steps if step is not None}
+    step = f", step{'s' if len(known) > 1 else ''} {format_ranks(sorted(known))}" if known else ""
     call = "" if what == "operation" else f" of {op.call.value}"
     said = "; ".join(
         f"{_text(value)} on {name_ranks(ranks)}{at_site(site)}" for ranks, value, site in ordered
     )
     return MismatchError(
         f"{_all_of([ranks for ranks, _, _ in ordered])} disagree on the {what}{call}: {said}",
-        where=f"{name}{number}",
-        hint="all members of a group must make the same communications in the same order",
+        where=f"{name}{number}{step}",
+        hint="all members of a group must make the same communications in the same order; of one "
+        "that a rank leaves out, its next one is what meets the others'",
     )
 
 
@@ -233,7 +242,11 @@ def _all_of(parties: Sequence[Sequence[int]]) -> str:
 
 def _between(what: str, new: Request, old: Request, mine: object, others: object) -> MismatchError:
     return _mismatch(
-        what, new.op, ([new.rank], mine, new.op.site), ([old.rank], others, old.op.site)
+        what,
+        new.op,
+        ([new.rank], mine, new.op.site),
+        ([old.rank], others, old.op.site),
+        steps=(new.op.step, old.op.step),
     )
 
 

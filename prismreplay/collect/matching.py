@@ -22,6 +22,7 @@ from prismreplay.collect.agreement import (
     require_fit_in_pairs,
     require_message_fits,
 )
+from prismreplay.collect.usual_order import UsualOrder
 from prismreplay.errors import MismatchError
 from prismreplay.runtime.operations import Call, Group, Op
 from prismtrace.ranks import format_ranks
@@ -86,6 +87,7 @@ class Matcher:
         """What is wrong as far as it is known, unless a third member tells more."""
         self._patient = patient
         self._numbers = 0
+        self._usual = UsualOrder()
         self._absent = frozenset(stands_for or ())
         self._groups: dict[str, tuple[Group, int, str]] = {}
         self._collectives: dict[str, dict[int, Instance]] = defaultdict(dict)
@@ -151,6 +153,7 @@ class Matcher:
             if self._absent:
                 ranks = tuple(one for one in ranks if one not in self._absent)
             instance = started[op.seq] = self._new(ranks)
+            self._usual.note(op)
         request = Request(rank, ticket, op, inputs, instance)
         self._require_fit(request)
         instance.requests[rank] = request
@@ -164,13 +167,29 @@ class Matcher:
         # What one of them has, all have, unless they are disputed.
         first = next(iter(there.values()), new)
         if instance.disputed or differ(new.op, first.op):
-            error = mismatch_of([new, *there.values()])
+            error = self._explained(mismatch_of([new, *there.values()]), new)
             if len(there) > 1 or len(instance.ranks) == 2 or not self._patient:
                 raise error
             instance.disputed = True
             self.dispute = self.dispute or error
             return
-        require_fit_in_pairs(new, there.values())
+        try:
+            require_fit_in_pairs(new, there.values())
+        except MismatchError as error:
+            raise self._explained(error, new) from None
+
+    def _explained(self, error: MismatchError, new: Request) -> MismatchError:
+        """The same with what its members have probably done."""
+        there = {**new.instance.requests, new.rank: new}
+        later: dict[int, list[Op]] = defaultdict(list)
+        for number, instance in sorted(self._collectives[new.op.group.key].items()):
+            for rank, request in instance.requests.items():
+                if number > (new.op.seq or 0):
+                    later[rank].append(request.op)
+        guess = self._usual.guess({rank: one.op for rank, one in there.items()}, later)
+        if not guess:
+            return error
+        return MismatchError(f"{error.message}; {guess}", where=error.where, hint=error.hint)
 
     def _send(self, rank: int, ticket: int, op: Op, inputs: Any) -> tuple[Request, bool]:
         pair = _pair(op, rank, _peer(op))
