@@ -21,7 +21,8 @@ end_ns = pl.col("start_ns") + pl.col("dur_ns")
 nodes = run.nodes.with_columns(stage=pl.col("rank") // (world_size // axes["pp"]), end_ns=end_ns)
 
 # From the first forward of any stage to the last backward of any: what a stage computes, alone
-# or with its tensor group.
+# or with its tensor group.  In profiler traces a compute row is a span of many kernels, and
+# `x_busy_ns` is `dur_ns` without the idle time between them.
 span_ns = pl.col("end_ns").max().over("step") - pl.col("start_ns").min().over("step")
 bubbles = (
     nodes.filter(pl.col("phase").is_in(["forward", "backward"]))
