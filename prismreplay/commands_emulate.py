@@ -151,7 +151,7 @@ def emulate(
         transport=transport,
         inject=tuple(inject or ()),
         compare=compare,
-        cores=max(2, cores),
+        cores=cores,
         on_gpus=gpus > 0,
         record_below=_RECORD_BELOW if record_below is None and gpus else record_below,
     )

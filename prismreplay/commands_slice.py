@@ -143,7 +143,7 @@ def slice_(
         ranks_per_host=ranks_per_host,
         assistants=assistants,
     )
-    with console.progress("slicing") as bar:
+    with console.progress("slicing", lines=True) as bar:
         done = 0
 
         def show(count: int, total: int, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -14,12 +15,19 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "progress"]
 
 
-class Progress:
-    """What `progress` yields. Without a terminal every method does nothing."""
+_LINES_SECONDS = 10.0
 
-    def __init__(self, bar: RichProgress | None = None, task: TaskID | None = None) -> None:
+
+class Progress:
+    """What `progress` yields. Without a terminal every method does nothing, or prints lines."""
+
+    def __init__(
+        self, bar: RichProgress | None = None, task: TaskID | None = None, *, lines: bool = False
+    ) -> None:
         self._bar = bar
         self._task = task
+        self._lines = lines
+        self._last_line = time.monotonic()
 
     def advance(self, n: int = 1) -> None:
         """Count `n` more items or bytes as done. May be called from several threads."""
@@ -30,6 +38,9 @@ class Progress:
         """Replace the text in front of the bar."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description=description)
+        elif self._lines and time.monotonic() - self._last_line >= _LINES_SECONDS:
+            self._last_line = time.monotonic()
+            print(description, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -38,13 +49,15 @@ def progress(
     total: int | None = None,
     *,
     unit: Literal["items", "bytes"] = "items",
+    lines: bool = False,
 ) -> Iterator[Progress]:
     """Show a progress bar on stderr while the block runs; silent when it is no terminal.
 
-    `total` counts items or bytes (`unit`); None means unknown, shown as a moving bar.
+    `total` counts items or bytes (`unit`); None means unknown, shown as a moving bar. With `lines`,
+    for what takes minutes, new descriptions are printed instead, one every ten seconds at most.
     """
     if not sys.stderr.isatty():
-        yield Progress()
+        yield Progress(lines=lines)
         return
     from rich.console import Console
     from rich.markup import escape

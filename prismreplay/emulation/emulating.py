@@ -43,7 +43,7 @@ class EmulateOptions:
         transport: how sandbox ranks meet virtual ones; None: the command's default.
         inject: changes of virtual ranks, as `run` takes them.
         compare: a true run's trace.
-        cores: ranks that can communicate at a time here, to measure what that takes.
+        cores: of this machine: ranks that can communicate at a time, to measure what that takes.
         on_gpus: ranks compute on GPUs. What communication takes cannot be measured on few of them.
         record_below: payload in bytes of the largest communications whose contents are recorded;
             of larger ones, virtual ranks give what the sandbox ranks do. None: of any size.
@@ -215,7 +215,7 @@ class _Chain:
         from prismreplay.emulation.transfers import bench_words
 
         graph = self.folder / "bare.parquet"
-        options = bench_words(graph, min(self.options.world_size, self.options.cores))
+        options = bench_words(graph, min(self.options.world_size, max(2, self.options.cores)))
         if not options:
             return None
         words = ("prismreplay", "comm-bench", *options, "-o", self._table)
@@ -228,8 +228,7 @@ class _Chain:
         words = [
             *("prismreplay", "slice", self.folder / "bare.parquet"),
             *("--sandbox-size", options.sandbox_size or options.devices),
-            # The emulator has a core of its own, if there is one.
-            *("--devices", options.devices + (0 if options.on_gpus else 1)),
+            *("--devices", self._slice_devices),
             *self._tensors(),
             *self._job(),
             *(("--repeat", options.repeats) if options.repeats > 1 else ()),
@@ -272,6 +271,13 @@ class _Chain:
         inputs = (self.job, self.sources, notes["merge"].token)
         compared = inputs_digest([], options.compare)
         return self._stage("run", words, ("run.parquet",), *inputs, compared)
+
+    @property
+    def _slice_devices(self) -> int:
+        """On CPUs the emulator has a core of its own, if there is one."""
+        devices = self.options.devices
+        free = not self.options.on_gpus and devices < self.options.cores
+        return devices + 1 if free else devices
 
     @property
     def _sandbox(self) -> str:

@@ -144,7 +144,7 @@ def slice_job(
         options: how.
         perform: runs one slice, in a process of its own.
         prepare: imports what that needs, once.
-        progress: told when an execution ends.
+        progress: told when an execution ends, and every few seconds.
 
     Raises:
         SliceError: the graph is none, or slice `only` is no part of it, or does not fit others.
@@ -158,6 +158,10 @@ def slice_job(
         campaign = _Campaign(program, folder, options, nursery, progress or (lambda *_: None))
         rounds = campaign.run()
     return replace(campaign.report(rounds), wall_s=time.monotonic() - begun)
+
+
+_TELL_SECONDS = 5.0
+"""How often progress is told while slices run."""
 
 
 class _Campaign:
@@ -356,7 +360,7 @@ class _Campaign:
                     selector.register(worker, selectors.EVENT_READ)
                 names = ", ".join(f"{one.task.execution.index}" for one, _ in running.values())
                 self._progress(done + len(outcomes), total, f"slice {names}")
-                for key, _ in selector.select():
+                for key, _ in selector.select(_TELL_SECONDS):
                     worker, room = running.pop(key.fd)
                     selector.unregister(worker)
                     outcomes.append(worker.result())

@@ -167,6 +167,18 @@ def test_progress_is_silent_without_a_terminal(program):
     assert (done.stdout, done.stderr) == ("result\n", "")
 
 
+def test_what_takes_long_prints_lines_without_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("prismtrace.progress_bar._LINES_SECONDS", 0.0)
+    with console.progress("slicing") as bar:
+        bar.describe("silent")
+    with console.progress("slicing", lines=True) as bar:
+        bar.describe("slicing: slice 0")
+        monkeypatch.setattr("prismtrace.progress_bar._LINES_SECONDS", 1e6)
+        bar.describe("slicing: slice 1")
+        bar.advance()
+    assert capsys.readouterr() == ("", "slicing: slice 0\n")
+
+
 def test_progress_shows_on_a_terminal_and_stays_off_stdout(program):
     command, env = program
     ours, theirs = pty.openpty()

@@ -197,3 +197,15 @@ def test_what_cannot_be_injected_begins_nothing(train, tmp_path, inject, told):
     with pytest.raises(PlanError, match=told):
         emulate(train, tmp_path / "work", options, Watching())
     assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("devices", "cores", "on_gpus", "told"),
+    [(2, 2, False, "2"), (2, 3, False, "3"), (4, 2, False, "4"), (2, 8, True, "2")],
+)
+def test_the_emulator_has_a_core_more_if_there_is_one(
+    commands, train, devices, cores, on_gpus, told
+):
+    options = EmulateOptions(world_size=16, devices=devices, cores=cores, on_gpus=on_gpus)
+    emulate(train, Path("work"), options, Watching())
+    assert option(commands["slice"], "--devices") == told
