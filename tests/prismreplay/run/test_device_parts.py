@@ -13,12 +13,13 @@ import torch
 
 from prismreplay.collect.handover import Parcel
 from prismreplay.errors import TensorRulesError
+from prismreplay.run.channels import Node
 from prismreplay.run.device_fetching import Fetcher
 from prismreplay.run.device_numerics import combine, make_up
 from prismreplay.run.device_shares import Piece, pieces_of
 from prismreplay.run.device_sources import MIRROR, NOTHING, RECORDING, DeviceSources, follow_rule
 from prismreplay.run.device_work import DeviceWork, Launcher
-from prismreplay.run.following import Placed, _Node
+from prismreplay.run.following import Placed
 from prismreplay.run.outside_memory import BufferPool
 from prismreplay.runtime.device_time import Timeline
 from prismreplay.runtime.operations import Call, Group, Op, TensorSpec
@@ -177,7 +178,7 @@ class Coming:
 
     def coming(self, _op, count):
         for seq in range(self.done, min(self.done + count, 30)):
-            yield _Node("all_reduce", seq, None, 8, 0, 0, None)
+            yield Node("all_reduce", seq, None, 8, 0, 0, None)
 
 
 def test_what_comes_next_is_asked_for_before_it_is_needed():
