@@ -48,6 +48,7 @@ _TESTS = {
     "alltoall": Kind.ALL_TO_ALL,
     "sendrecv": Kind.SEND,
 }
+# Of these, the bus bandwidth is the plain one.
 _ONE_SENDER = frozenset({Kind.BROADCAST, Kind.REDUCE, Kind.SEND})
 
 _JSON = re.compile(r"\s*(\{|\[\s*[{\]])")

@@ -55,8 +55,6 @@ _DTYPES = {
     "fp8_e5m2": DType.FLOAT8_E5M2,
 } | {name.value: name for name in DType}
 
-# Of these, the bus bandwidth is the plain one.
-
 
 def write_comm_samples(path: str | os.PathLike[str], samples: pl.DataFrame) -> None:
     """Write measurements as a CSV that `read_comm_log` reads.

@@ -12,7 +12,6 @@ from prismcalib.step_times import steps_text
 from prismcalib.wording import (
     IDLE_BETWEEN,
     IDLE_INSIDE,
-    MOSTLY_START,
     ONE_STEP_PATH,
     RankNames,
     start_text,
@@ -83,9 +82,8 @@ def _print_length(path: CriticalPath) -> None:
     )
     if path.lead_in_ns * 2 > path.length_ns:
         print(f"\n{ONE_STEP_PATH}")
-    start = path.start_share()
-    if start is not None and start[0] >= MOSTLY_START:
-        print(f"\n{start_text(*start)}")
+    if start := start_text(path.start_share()):
+        print(f"\n{start}")
 
 
 def _print_shares(path: CriticalPath, column: ShareColumn, names: RankNames, limit: int) -> None:

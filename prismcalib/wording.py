@@ -11,7 +11,6 @@ __all__ = [
     "CAUSE_MEANING",
     "IDLE_BETWEEN",
     "IDLE_INSIDE",
-    "MOSTLY_START",
     "ONE_STEP_PATH",
     "PART_MEANINGS",
     "RankNames",
@@ -34,15 +33,21 @@ ONE_STEP_PATH = (
 )
 """Where more than half of the window lies before the critical path starts."""
 
-MOSTLY_START = 0.5
+_MOSTLY_START = 0.5
 """Share of the path up to the end of the first step from which on it says little about the others."""
 
 
-def start_text(share: float, later: tuple[int, int]) -> str:
-    """That the path is mostly the job's start and first step, and how to see `later` steps."""
+def start_text(found: tuple[float, tuple[int, int]] | None) -> str:
+    """That a path is mostly the job's start and first step, and how to see the others.
+
+    Empty if it is not; `found` is what `CriticalPath.start_share` gives.
+    """
+    if found is None or found[0] < _MOSTLY_START:
+        return ""
+    share, (first, last) = found
     return (
         f"{percent_text(share)} of the critical path is the job's start and first step; to see the "
-        f"others alone, cut them out: `prismtrace slice-out --steps {later[0]}-{later[1]}`"
+        f"others alone, cut them out: `prismtrace slice-out --steps {first}-{last}`"
     )
 
 

@@ -11,7 +11,7 @@ from prismcalib.paths import CriticalPath
 from prismcalib.places import group_family
 from prismcalib.report.scan import LOCAL
 from prismcalib.report.tables import Pipeline
-from prismcalib.wording import MOSTLY_START, RankNames, percent_text, start_text
+from prismcalib.wording import RankNames, percent_text, start_text
 from prismtrace.schema import TraceHeader
 
 __all__ = ["Conclusion", "conclude"]
@@ -63,8 +63,8 @@ def conclude(
             "starts: nothing recorded leads from one step to the next, so the path shows only "
             "the last; the section on stragglers judges all steps."
         )
-    elif (start := path.start_share()) is not None and start[0] >= MOSTLY_START:
-        headline = f"{start_text(*start)}."
+    elif start := start_text(path.start_share()):
+        headline = f"{start}."
     elif idle >= _MUCH_IDLE:
         headline = _idle_sentence(path, idle, pipeline, RankNames.of(header))
     elif path.transfer_ns / length >= _MUCH_TRANSFER:
