@@ -4,8 +4,9 @@ A Python subclass of `torch.distributed.ProcessGroup`. Python code calls its met
 C++ code (`DistributedDataParallel`'s reducer, functional collectives) reaches them through
 torch's trampoline. Both spellings of what torch 2.13 renamed are here. Every entry point becomes
 one `Op` with flat lists of tensors, is told to the observer and handed to the role
-(`prismreplay.runtime.call_sequence`). Methods of torch's class that mean nothing here raise an
-error that names them (`prismreplay.runtime.refusals`).
+(`prismreplay.runtime.call_sequence`). What torch asks about a group is answered by
+`prismreplay.runtime.held_group`; methods of torch's class that mean nothing here raise an error
+that names them (`prismreplay.runtime.refusals`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 
 from prismreplay.runtime.call_arguments import (
     as_list,
@@ -31,12 +31,12 @@ from prismreplay.runtime.call_arguments import (
 )
 from prismreplay.runtime.call_sequence import CallSequence
 from prismreplay.runtime.futures import FutureQueue
+from prismreplay.runtime.held_group import HeldGroup
 from prismreplay.runtime.operations import Call, Group
 from prismreplay.runtime.payloads import plain
 from prismreplay.runtime.real_groups import group_of
 from prismreplay.runtime.refusals import refuse_all_others
 from prismreplay.runtime.roles import GraphObserver, Role
-from prismreplay.runtime.virtual_backend import VirtualBackend
 from prismreplay.runtime.works import Batch, JointWork, PrismWork, RealBatch, RealDone
 
 __all__ = ["PrismProcessGroup"]
@@ -49,7 +49,7 @@ living: weakref.WeakSet[PrismProcessGroup] = weakref.WeakSet()
 
 
 @refuse_all_others
-class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
+class PrismProcessGroup(HeldGroup):
     """A group of ranks whose communications go to the run's role.
 
     Args:
@@ -75,140 +75,19 @@ class PrismProcessGroup(ProcessGroup):  # type: ignore[misc]
         real: Any = None,
         options: Any = None,
     ) -> None:
-        super().__init__(group.rank, group.size)
-        self.group = group
-        self.backends = backends
-        self.real = real
+        super().__init__(group, store, backends, real, options)
         self._role = role
         self._observer = observer
         self._futures = futures
-        self._store = store
-        self._options = options
-        self._bound_device: Any = None
         self._calls = CallSequence(group, role, observer, futures)
         role.join(group)
         observer.joined(group)
         living.add(self)
 
-    # ---- identity -------------------------------------------------------------------------
-
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return self.group.rank
-
-    def size(self) -> int:
-        """Number of members."""
-        return self.group.size
-
-    getRank, getSize = rank, size  # noqa: N815  C++ names
-
-    def name(self) -> str:
-        """The backend, as the program asked for it."""
-        return self.group.backend
-
-    _get_backend_name = name
-
-    def getBackendName(self) -> str:  # noqa: N802
-        """For C++ code, which would cast a backend called "gloo" to its own class."""
-        return "prismreplay"
-
-    @property
-    def group_name(self) -> str:
-        """What torch calls the group."""
-        return self.group.name
-
-    @property
-    def group_desc(self) -> str:
-        """What the group is for, as its maker put it."""
-        return self.group.desc
-
-    def getGroupName(self) -> str:  # noqa: N802
-        """As `group_name`, for C++."""
-        return self.group.name
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        """As `group_desc`, for C++."""
-        return self.group.desc
-
-    def _set_group_name(self, name: str) -> None:
-        """Its name was given when it was made."""
-
-    def _set_group_desc(self, desc: str) -> None:
-        self.group.desc = desc
-
-    setGroupName, setGroupDesc = _set_group_name, _set_group_desc  # noqa: N815
-
-    def get_group_store(self) -> Any:
-        """The group's key-value store."""
-        return self._store
-
-    @property
-    def bound_device_id(self) -> Any:
-        """The device that the program bound the group to, if it did."""
-        return self._bound_device if self.real is None else self.real.bound_device_id
-
-    @bound_device_id.setter
-    def bound_device_id(self, device: Any) -> None:
-        self._bound_device = device
-        if self.real is not None:
-            self.real.bound_device_id = device
-
-    @property
-    def _device_types(self) -> list[Any]:
-        if self.real is not None:
-            return list(self.real._device_types)  # noqa: SLF001
-        return [torch.device(name) for name in self.backends]
-
-    def backend_for(self, device_type: str) -> str:
-        """The backend that serves tensors of a device type, as the program asked for it."""
-        return self.backends.get(device_type) or next(iter(self.backends.values()))
-
-    def _get_backend(self, device: Any) -> Any:
-        if self.real is not None:
-            return self.real._get_backend(torch.device(device))  # noqa: SLF001
-        return VirtualBackend(self.backend_for(torch.device(device).type), self._options)
-
-    # ---- administration -------------------------------------------------------------------
-
-    def shutdown(self) -> None:
-        """The group is not used any more."""
-        if self.real is not None:
-            self.real.shutdown()
-            self.let_go()
-
-    def let_go(self) -> None:
-        """Give the real group up: its threads end, provided that all it was to do is done.
-
-        Whoever holds this group, such as a `DistributedDataParallel`, held the real one until
-        the interpreter ends. A thread of gloo that then drops its last operation wants the
-        interpreter's lock, and the process aborts ("terminate called without an active exception").
-        """
-        self.real = None
-
-    def abort(self) -> None:
-        """As `shutdown`, without waiting for anything."""
-        if self.real is not None:
-            self.real.abort()
-
-    def set_timeout(self, timeout: Any) -> None:
-        """Time limits are the run's affair, except on a real backend."""
-        if self.real is not None:
-            self.real.set_timeout(timeout)
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Numbers start at 0 on every member."""
+    # ---- groups ---------------------------------------------------------------------------
 
     def _get_sequence_number_for_group(self) -> int:
         return self._calls.collectives
-
-    def _has_hooks(self) -> bool:
-        return False
-
-    def _wait_for_pending_works(self) -> None:
-        """No hooks, hence nothing is pending."""
-
-    def _enable_collectives_timing(self) -> None:
-        """Timing is the observer's affair."""
 
     def split_group(
         self,

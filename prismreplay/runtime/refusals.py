@@ -18,16 +18,18 @@ _Class = TypeVar("_Class", bound=type[Any])
 
 
 def refuse_all_others(group: _Class) -> _Class:
-    """Have a class of groups refuse each method of torch's that it does not define itself.
+    """Have a class of groups refuse each method of torch's that it and its bases do not define.
 
     Nothing falls through to the C++ base class, which has no backend and may crash.
     """
+    ours = group.__mro__[: group.__mro__.index(ProcessGroup)]
+    defined = {name for each in ours for name in vars(each)}
     for method in dir(ProcessGroup):
         if (
             not method.startswith("__")
             and method not in _INHERITED
             and method != "_pybind11_conduit_v1_"
-            and method not in vars(group)
+            and method not in defined
             and callable(getattr(ProcessGroup, method))
             and not isinstance(getattr(ProcessGroup, method), type)
         ):
