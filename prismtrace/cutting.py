@@ -25,7 +25,7 @@ from prismtrace.trace import (
     write_nodes,
 )
 
-__all__ = ["SliceOutReport", "slice_out"]
+__all__ = ["SliceOutReport", "cut_out", "slice_out"]
 
 CUT_DEPENDENCY = "cut-dependency"
 CUT_PARTNER = "cut-partner"
@@ -42,10 +42,15 @@ class SliceOutReport:
     """
 
     output: Path
+    """The new trace."""
     ranks: tuple[int, ...]
+    """Ranks that have rows in it."""
     steps: tuple[int, ...]
+    """Numbers of its steps."""
     nodes: int
+    """Its rows."""
     nodes_before: int
+    """Rows of the trace that it was cut out of."""
     cut_dependencies: int
     cut_partners: int
 
@@ -80,22 +85,8 @@ def slice_out(
     """
     header, target = trace.header, Path(output)
     refuse_inputs(target, trace.paths)
-    where = ", ".join(map(str, trace.paths)) or None
-    chosen = _chosen(header, ranks, steps, where)
-    if header.kind is TraceKind.SLICE and (steps is not None or window_ns is not None):
-        raise TraceError(
-            "only ranks can be cut out of a slice: its rows are found by their numbers",
-            where=where,
-            hint="combine the slices with `prismcalib merge`, then cut",
-        )
     with reading(trace.paths), workspace(target) as folder:
-        nodes = trace.nodes.filter(pl.col("rank").is_in(list(chosen)))
-        cut = _Cut(
-            nodes,
-            _wanted(trace, steps, window_ns, where),
-            by_step=steps is not None,
-            renumber=header.kind is not TraceKind.SLICE,
-        )
+        cut = _cut(trace, ranks, steps, window_ns)
         paths: list[Path] = []
         found: set[int] = set()
         here: set[int] = set()
@@ -107,11 +98,7 @@ def slice_out(
             here.update(block["rank"].unique())
             (progress or (lambda _: None))(block.height)
         if not cut.rows:
-            raise TraceError(
-                "no node of the trace lies in what is asked for",
-                where=where,
-                hint="`prismtrace info` says which ranks, steps and times there are",
-            )
+            raise _nothing_left(trace)
         begun = window_ns is not None and window_ns[0] > 0
         made = _header(header, here, found, cut)
         made = _with_cut_steps(made, header, begun=begun)
@@ -127,6 +114,59 @@ def slice_out(
         cut_dependencies=cut.dependencies,
         cut_partners=cut.partners,
     )
+
+
+def cut_out(trace: Trace, *, steps: Sequence[int]) -> Trace:
+    """Some steps of a trace, as `slice_out` writes them, in memory.
+
+    Raises:
+        StepError: not in the trace.
+        TraceError: nothing is left, or the trace is a slice.
+    """
+    with reading(trace.paths):
+        cut = _cut(trace, None, steps, None)
+        blocks = list(cut.blocks())
+    if not cut.rows:
+        raise _nothing_left(trace)
+    nodes = pl.concat(blocks)
+    found = {name: set(nodes[name].drop_nulls().unique()) for name in ("rank", "step")}
+    made = _header(trace.header, found["rank"], found["step"], cut)
+    return Trace(_with_cut_steps(made, trace.header, begun=False), nodes.lazy(), trace.paths)
+
+
+def _cut(
+    trace: Trace,
+    ranks: Sequence[int] | None,
+    steps: Sequence[int] | None,
+    window_ns: tuple[int, int] | None,
+) -> _Cut:
+    """What `slice_out` is asked for, ready to be read."""
+    header, where = trace.header, _place(trace)
+    chosen = _chosen(header, ranks, steps, where)
+    if header.kind is TraceKind.SLICE and (steps is not None or window_ns is not None):
+        raise TraceError(
+            "only ranks can be cut out of a slice: its rows are found by their numbers",
+            where=where,
+            hint="combine the slices with `prismcalib merge`, then cut",
+        )
+    return _Cut(
+        trace.nodes.filter(pl.col("rank").is_in(list(chosen))),
+        _wanted(trace, steps, window_ns, where),
+        by_step=steps is not None,
+        renumber=header.kind is not TraceKind.SLICE,
+    )
+
+
+def _nothing_left(trace: Trace) -> TraceError:
+    return TraceError(
+        "no node of the trace lies in what is asked for",
+        where=_place(trace),
+        hint="`prismtrace info` says which ranks, steps and times there are",
+    )
+
+
+def _place(trace: Trace) -> str | None:
+    return ", ".join(map(str, trace.paths)) or None
 
 
 def _steps_text(steps: Sequence[int]) -> str:
