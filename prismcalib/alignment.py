@@ -38,9 +38,14 @@ _MOST_INCONSISTENT = 0.05
 
 @dataclass(frozen=True)
 class DomainReport:
-    """Offset of one clock, added to its times; ranks as text such as `0-7`.
+    """Offset of one clock.
 
-    `drift_ppm` is how much slower it runs than that of the reference; 0 where nothing shows.
+    Attributes:
+        ranks: whose times it stamped, as text such as `0-7`.
+        host: where it runs; None: unknown.
+        offset_ns: what is added to its times.
+        uncertainty_ns: by how much that may be off; None: nothing tells.
+        drift_ppm: how much slower it runs than that of the reference; 0 where nothing shows.
     """
 
     ranks: str

@@ -48,7 +48,7 @@ _CHECK_HINT = "run `prismtrace validate` on the trace: it lists every rule that 
 
 
 def graph_from_trace(trace: Trace, *, rules: WaitRules | None = None) -> tuple[Graph, pl.DataFrame]:
-    """The graph of a trace and its rows in the graph's order.
+    """The graph of a `trace` and its rows in the graph's order.
 
     A sync member lasts its `transfer_ns`, or its whole `dur_ns` where no transfer is known;
     unknown durations are 0.  Lags are those of the trace; rows that depend on nothing are

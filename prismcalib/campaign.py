@@ -17,6 +17,7 @@ __all__ = ["Campaign", "Missing", "Slice", "open_campaign"]
 
 Missing = Literal["fail", "representative", "bare"]
 
+"""What becomes of ranks that no slice measured: refused, times of a rank like them, or none."""
 
 @dataclass(frozen=True)
 class Slice:

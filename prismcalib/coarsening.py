@@ -37,6 +37,7 @@ from prismtrace.trace import Trace, open_trace, write_nodes
 __all__ = ["Coarse", "CoarsenReport", "Grain", "coarsen"]
 
 Grain = Literal["exact", "microbatch"]
+"""Whether only rows that follow each other become one, or also operations of one group."""
 
 _PLACE = ("rank", "step", "microbatch", "chunk", "phase")
 _PROBES = 4
@@ -53,8 +54,9 @@ class CoarsenReport:
 
     Attributes:
         grain: exact or microbatch.
-        rows_before, rows_after; deps_before, deps_after; instances_before, instances_after:
-            sizes.
+        rows_before, rows_after: rows of the trace.
+        deps_before, deps_after: its dependencies.
+        instances_before, instances_after: its sync instances.
         largest_error_ns: largest difference of the end of any row to before.
         length_error_ns: difference of the length of the whole timeline.
         uneven_ns: largest difference between ranks in the computation that one operation was
@@ -83,7 +85,13 @@ class CoarsenReport:
 
 @dataclass(frozen=True, eq=False)
 class Coarse:
-    """A trace made coarser, and what that did."""
+    """A trace made coarser, and what that did.
+
+    Attributes:
+        header: of the trace.
+        table: its rows, read when they are collected.
+        report: what was done.
+    """
 
     header: TraceHeader
     table: pl.LazyFrame

@@ -59,7 +59,14 @@ _KEY = {
 
 @dataclass(frozen=True)
 class Doubt:
-    """The true times of some transfers lie between `low` and `high` times the estimated ones."""
+    """The true times of some transfers lie between `low` and `high` times the estimated ones.
+
+    Attributes:
+        source: where the estimates come from, see `TransferSource`.
+        kind: of communication.
+        ranks, hosts: how many take part in one.
+        members: rows that were estimated so.
+    """
 
     source: str
     kind: str

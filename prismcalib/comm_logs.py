@@ -64,7 +64,12 @@ _MS_PER_UNIT = {"(us)": 1_000, "(ms)": 1_000_000}
 
 @dataclass(frozen=True, kw_only=True)
 class Assumed:
-    """What a person says about a log that does not tell."""
+    """What a person says about a log that does not tell.
+
+    Attributes:
+        kind: of communication.
+        ranks, hosts: how many took part.
+    """
 
     kind: Kind | None = None
     ranks: int | None = None

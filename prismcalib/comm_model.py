@@ -28,7 +28,9 @@ from prismtrace.schema import P2P_KINDS, Kind
 __all__ = ["CommModel", "LinkFit", "fit_comm_model"]
 
 Link = Literal["within a host", "between hosts"]
+"""Which connections an operation is held up by."""
 Form = Literal["ring", "tree"]
+"""How its steps grow with the number of ranks: in proportion, or as the logarithm."""
 _FloatArray = NDArray[np.float64]
 
 _LEAST_SAMPLES = 3

@@ -58,7 +58,14 @@ _DOUBT = 0.25
 
 
 class Operation(NamedTuple):
-    """A communication to estimate; `bytes` of its payload as nccl-tests counts them."""
+    """A communication to estimate.
+
+    Attributes:
+        kind: of communication, as `Kind` spells it.
+        dtype: element type, as `DType` spells it; None: unknown.
+        ranks, hosts: how many take part, and on how many hosts they are.
+        bytes: of its payload, as nccl-tests counts them.
+    """
 
     kind: str
     dtype: str | None
@@ -70,8 +77,11 @@ class Operation(NamedTuple):
 class Estimate(NamedTuple):
     """How long an operation takes, without waiting.
 
-    It lies between `low * time_ns` and `high * time_ns` as far as the source can tell.
-    `extrapolated`: beyond what was measured; `other_dtype`: measured with another data type.
+    Attributes:
+        time_ns: most likely so long.
+        low, high: between these times `time_ns`, as far as the source can tell.
+        extrapolated: whether beyond what was measured.
+        other_dtype: whether measured with another data type.
     """
 
     time_ns: int
@@ -303,7 +313,13 @@ def read_comm_logs(
 ) -> CommTable:
     """The table that logs of nccl-tests, or CSV and JSON tables, make together.
 
+    Args:
+        paths: the files.
+        assumed: what logs of nccl-tests do not tell, if they do not.
+
     Raises:
-        InputFileError, CommLogError: see `read_comm_log`.
+        InputFileError: a file cannot be read.
+        CommLogError: one holds no measurement, does not tell what was measured, or contradicts
+            itself; `where` names file and line.
     """
     return CommTable.of(read_comm_log(path, assumed=assumed) for path in paths)

@@ -8,7 +8,6 @@ is small where the time disappears in somebody's waiting.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,11 +24,9 @@ from prismcalib.paths import calibrated_trace
 from prismcalib.propagation import propagate, propagate_batch
 from prismcalib.step_times import step_table_of, typical_ns, warmup_of
 from prismcalib.steps import StepModel
-from prismtrace.trace import Trace
+from prismtrace.trace import Source, Trace
 
 __all__ = ["Comparison", "compare"]
-
-Source = Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 # Differences of means that random variation between steps does not make.
 _CLEAR = 3.0

@@ -82,7 +82,12 @@ class Draft:
 
 @dataclass(frozen=True)
 class Scale:
-    """Multiply durations by a factor >= 0."""
+    """Multiply durations by a factor >= 0.
+
+    Attributes:
+        where: the rows.
+        by: the factor.
+    """
 
     where: Predicate
     by: float
@@ -95,7 +100,12 @@ class Scale:
 
 @dataclass(frozen=True)
 class SetDuration:
-    """Give every row the same duration."""
+    """Give every row the same duration.
+
+    Attributes:
+        where: the rows.
+        ns: the duration, >= 0.
+    """
 
     where: Predicate
     ns: int
@@ -113,6 +123,10 @@ class ScaleGaps:
 
     Rows that depend on nothing keep the time they were recorded at, except in traces of
     separate steps, where the idle time from the begin of the step is scaled.
+
+    Attributes:
+        where: the rows.
+        by: the factor.
     """
 
     where: Predicate
@@ -130,6 +144,9 @@ class Drop:
 
     What depended on a dropped row depends on what the row depended on.  Of a communication,
     drop all members, unless the others are meant to go on without the dropped ones.
+
+    Attributes:
+        where: the rows.
     """
 
     where: Predicate
@@ -149,6 +166,10 @@ class SwapDurations:
 
     The same operation: same rank, same step (counted from the first), same place within the
     rank's step.  Rows that the other trace does not have keep their durations.
+
+    Attributes:
+        other: the other trace.
+        where: of these rows; None: of all.
     """
 
     other: str | os.PathLike[str]
@@ -171,10 +192,11 @@ class SwapDurations:
 
 
 Edit = Scale | SetDuration | ScaleGaps | Drop | SwapDurations
+"""One change of a run; a scenario is a list of them."""
 
 
 def read_scenarios(path: str | os.PathLike[str]) -> dict[str, list[Edit]]:
-    """Scenarios of a TOML or JSON file.
+    """Scenarios of a TOML or JSON file, by name; `path` is where it is.
 
         [[scenario]]
         name = "faster all-reduce"

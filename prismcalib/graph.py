@@ -28,7 +28,9 @@ from prismcalib.errors import CalibError
 __all__ = ["MAX_TOTAL_NS", "Graph", "Int32Array", "Int64Array"]
 
 Int32Array = NDArray[np.int32]
+"""A NumPy array of 32-bit integers; docstrings give its shape."""
 Int64Array = NDArray[np.int64]
+"""A NumPy array of 64-bit integers; docstrings give its shape."""
 
 # Rows and dependencies are numbered with int32.
 _MAX_COUNT = 2**31 - 2

@@ -8,7 +8,6 @@ usually scatter (median absolute deviation).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +19,9 @@ from numpy.typing import NDArray
 from prismcalib.errors import ComparisonError
 from prismcalib.operations import OperationTable
 from prismtrace.schema import TraceKind
-from prismtrace.trace import Trace, open_trace
+from prismtrace.trace import Source, Trace, open_trace
 
 __all__ = ["Finding", "Health", "device_health"]
-
-Source = Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 # A rank stands out if it is this much slower than the others, and this many deviations away.
 SLOWER = 0.05

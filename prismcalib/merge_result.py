@@ -25,7 +25,12 @@ __all__ = ["Amount", "MergeReport", "MergeResult"]
 
 @dataclass(frozen=True)
 class Amount:
-    """How often something happened, and its time in all."""
+    """How often something happened, and its time in all.
+
+    Attributes:
+        count: how often.
+        total_ns: the time.
+    """
 
     count: int
     total_ns: int

@@ -16,7 +16,7 @@ __all__ = ["to_networkx"]
 
 
 def to_networkx(trace: Trace, ranks: Iterable[int] | None = None) -> nx.DiGraph[int]:
-    """Nodes and both kinds of edges of some ranks, by default of all.
+    """Nodes and both kinds of edges of some `ranks` of a `trace`, by default of all.
 
     Nodes are node ids with the non-null columns as attributes, lists of edges left out.
     Directional edges carry `kind="directional"` and `lag_ns`.  Every sync instance is a star

@@ -37,6 +37,7 @@ _SOME_STEPS = 3
 
 ShareColumn = Literal["kind", "rank", "group", "phase", "step"]
 
+"""What shares of a path can be told by."""
 
 @dataclass(frozen=True, eq=False)
 class CriticalPath:
@@ -120,7 +121,7 @@ class CriticalPath:
 def critical_path(
     source: Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 ) -> CriticalPath:
-    """The critical path of a calibrated trace.
+    """The critical path of a calibrated trace, `source`.
 
     Raises:
         MergeInputError: the trace is not calibrated.

@@ -31,6 +31,7 @@ _LOCAL = pl.col("kind").cast(pl.String).is_in([member.value for member in LOCAL_
 __all__ = ["Peers", "is_operation_level", "kind_labels", "operation_sorts", "peer_durations"]
 
 Peers = Literal["type", "position"]
+"""Operations to compare with: of the same type, or at the same place in the program."""
 
 
 def is_operation_level(header: TraceHeader) -> bool:

@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 Engine = Literal["auto", "networkx", "python", "array"]
+"""What computes: networkx to be understood, plain Python for small graphs, compiled for large."""
 
 _Forward = Callable[[Graph, Int64Array | None], tuple[Int64Array, Int64Array, Int32Array]]
 _Backward = Callable[[Graph, Int32Array, Int64Array, Int64Array], Int64Array]
@@ -231,9 +232,10 @@ def _moved(times: Int64Array, origin: int) -> Int64Array:
 
 
 def slack(graph: Graph, timing: Timing, engine: Engine = "auto") -> Int64Array:
-    """int64[n]: how much later each row could start without a later end of the whole graph.
+    """int64[n]: how much later each row could start without a later end of the whole `graph`.
 
-    The slack of a sync member includes its wait.  `timing` must be `propagate(graph)`.
+    The slack of a sync member includes its wait.  `timing` must be `propagate(graph)`,
+    which also says what an `engine` is.
     """
     backward = _passes(engine, graph.rows)[1]
     start, end = timing.start_ns, timing.end_ns
@@ -249,7 +251,7 @@ def slack(graph: Graph, timing: Timing, engine: Engine = "auto") -> Int64Array:
 def critical_rows(graph: Graph, timing: Timing) -> list[int]:
     """Rows of one longest path through all ranks, first to last; all have slack 0.
 
-    The path ends at the lowest of the rows that end last.  From a sync member that waited it
+    `timing` must be `propagate(graph)` of the same `graph`. The path ends at the lowest of the rows that end last.  From a sync member that waited it
     goes to the last member to arrive, from any other row to a dependency that ended just in
     time; of several it takes the lowest row.  It begins at a row that no dependency held up.
     The time from the start of one row of the path to the start of the next is what the path

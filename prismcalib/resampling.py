@@ -47,7 +47,13 @@ _LARGEST = 20_000_000
 
 @dataclass(frozen=True)
 class Quantile:
-    """A quantile of the step time, and the interval that holds it with 90 % confidence."""
+    """A quantile of the step time, and the interval that holds it with 90 % confidence.
+
+    Attributes:
+        level: which quantile, between 0 and 1.
+        ns: its value.
+        low_ns, high_ns: the interval.
+    """
 
     level: float
     ns: int

@@ -16,6 +16,7 @@ from prismcalib.rows import Rows, runs
 __all__ = ["Reduce", "combine", "part_of", "pool_steps", "reduce_samples"]
 
 Reduce = Literal["median", "mean", "min", "last"]
+"""What one duration becomes of those of several steps or executions."""
 
 _LARGEST = np.iinfo(np.int64).max
 

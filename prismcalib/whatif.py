@@ -102,7 +102,12 @@ class Scenario:
 
 @dataclass(frozen=True, eq=False)
 class WhatIf:
-    """The run as it was, and every scenario."""
+    """The run as it was, and every scenario.
+
+    Attributes:
+        baseline: the run as it was.
+        scenarios: in the order in which they were given.
+    """
 
     baseline: Scenario
     scenarios: tuple[Scenario, ...]

@@ -53,8 +53,13 @@ class Status(StrEnum):
 class Check:
     """One thing looked at.
 
-    `needed_for` is "cpu" when ranks on CPUs cannot run without it, "gpu" when only ranks on
-    GPUs need it. `hint` is the next action, None when there is nothing to do.
+    Attributes:
+        name: what it is called.
+        status: how it came out.
+        found: what is there, in words.
+        needed_for: "cpu" when ranks on CPUs cannot run without it, "gpu" when only ranks on GPUs
+            need it.
+        hint: the next action; None when there is nothing to do.
     """
 
     name: str

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prismtrace.errors import InputFileError
-from prismtrace.input_files import files_of, unreadable
+from prismtrace.input_files import PathLike, files_of, unreadable
 from prismtrace.output import refuse_inputs
 from prismtrace.recorded_job import LastCommunication, RecordedJob
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from prismtrace.schema import TraceHeader
 
 __all__ = ["AssembleReport", "LastCommunication", "assemble"]
-
-PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -33,12 +31,19 @@ class AssembleReport:
     """
 
     output: Path
+    """The trace."""
     world_size: int
+    """Ranks of the job, with a spool or without."""
     ranks: tuple[int, ...]
+    """Ranks that have a spool."""
     missing_ranks: tuple[int, ...]
+    """Ranks of the world that have none."""
     steps: tuple[int, ...]
+    """Numbers of the steps in the trace."""
     nodes: int
+    """Rows of the trace."""
     groups: int
+    """How many process groups it lists."""
     cut_ranks: tuple[int, ...] = ()
     dropped: int = 0
     policies: dict[str, int] = field(default_factory=dict)

@@ -31,17 +31,28 @@ class RankDifference:
 
     rank: int
     nodes_a: int
+    """Its number."""
     nodes_b: int
+    """Rows of the rank in the first trace, `a`."""
     index: int
+    """Rows of the rank in the second one, `b`."""
     a: str | None
+    """Of the first row that differs."""
     b: str | None
+    """That row of the first trace, in words."""
 
+    """That of the second one."""
 
 @dataclass(frozen=True)
 class ClassDifference:
     """Operations of one kind, phase, group or rank in both traces; null times: none recorded.
 
-    `time` adds up all ranks and streams.
+    Times add up all ranks and streams.
+
+    Attributes:
+        name: of the kind, phase or group; of a rank its number.
+        nodes_a, nodes_b: how many either trace has.
+        time_a_ns, time_b_ns: how long they take in either.
     """
 
     name: str
@@ -64,6 +75,7 @@ class Difference:
 
     Attributes:
         ranks_a, ranks_b: ranks that only one of the traces has.
+        world_a, world_b: ranks of either job.
         groups_a, groups_b: names of process groups whose ranks only one of the traces has.
         ranks: ranks of both whose graphs differ, ascending.
         resized: all_to_all that differ in size; they may, tokens go where they are sent.
@@ -173,7 +185,7 @@ class _Groups:
         return len(self.names) - 1
 
     def only(self, side: int) -> tuple[str, ...]:
-        """Names of the groups that only one of the traces has."""
+        """Labels of the groups that only one of the traces has."""
         others = set(self.numbers[1 - side].values())
         return tuple(self.names[n] for n in self.numbers[side].values() if n not in others)
 

@@ -18,7 +18,7 @@ from prismtrace.errors import (
     SourceFormatError,
     ValidationError,
 )
-from prismtrace.input_files import files_of, is_text, require_readable, unreadable
+from prismtrace.input_files import PathLike, files_of, is_text, require_readable, unreadable
 from prismtrace.ranks import name_ranks
 from prismtrace.schema import FORMAT_VERSION, TraceHeader
 
@@ -37,8 +37,6 @@ CUT_BEFORE = "cut_before"
 
 METADATA_KEY = "prismtrace"
 """Key of the header in the Parquet file metadata."""
-
-PathLike = str | os.PathLike[str]
 
 
 def trace_files(source: PathLike | Sequence[PathLike]) -> list[Path]:

@@ -11,7 +11,10 @@ from pathlib import Path
 
 from prismtrace.errors import InputFileError
 
-__all__ = ["files_of", "is_text", "read_text", "require_readable", "unreadable"]
+__all__ = ["PathLike", "files_of", "is_text", "read_text", "require_readable", "unreadable"]
+
+PathLike = str | os.PathLike[str]
+"""Where something is, or is to be: a text or a `pathlib.Path`."""
 
 _LONGEST_TEXT = 64 << 20
 

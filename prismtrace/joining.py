@@ -28,11 +28,17 @@ class ConcatReport:
 
     output: Path
     pieces: int
+    """The trace."""
     ranks: tuple[int, ...]
+    """Traces that were joined."""
     steps: tuple[int, ...]
+    """Ranks that have rows."""
     nodes: int
+    """Numbers of the steps in the trace."""
     groups: int
+    """Rows of the trace."""
     linked: int
+    """How many process groups it lists."""
 
 
 def concat(traces: Sequence[Trace | PathLike], output: PathLike) -> ConcatReport:

@@ -42,8 +42,14 @@ class AnswerFormat(StrEnum):
 def query(trace: Trace, sql: str) -> pl.LazyFrame:
     """The answer to a SELECT over the tables nodes, groups and header, not yet computed.
 
-    ``group`` is a word of SQL: the column is written ``"group"`` or ``nodes.group``. A column
-    without a name is called as it is written: ``COUNT(*)``.
+    Columns of ``nodes`` are those of `Node`, of ``groups`` those of `GroupTable.df`, of
+    ``header`` the fields of `TraceHeader`. ``group`` is a word of SQL: the column is written
+    ``"group"`` or ``nodes.group``. A column without a name is called as it is written:
+    ``COUNT(*)``.
+
+    Args:
+        trace: what is asked; rows are read when the answer is collected, and only those needed.
+        sql: a SELECT.
 
     Raises:
         QueryError: not valid SQL, or it names what is not there.

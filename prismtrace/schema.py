@@ -225,9 +225,13 @@ class ProcessGroup(_Model):
     """A process group. `ranks` are global ranks in group-rank order."""
 
     id: Annotated[int, Field(ge=0, lt=2**31)]
+    """The number that rows of the table name it by."""
     name: str
+    """As the source calls it; of torch's groups their number, as text."""
     desc: str = ""
+    """What the program calls it, where it does."""
     ranks: RankList
+    """Global ranks of the members."""
 
     @model_validator(mode="after")
     def _ranks_unique(self) -> Self:
@@ -244,11 +248,17 @@ class ClockDomain(_Model):
     """
 
     id: Annotated[int, Field(ge=0)]
+    """Its number."""
     ranks: RankList
+    """Ranks whose times it stamped."""
     host: str | None = None
+    """Where it ran, if known."""
     source: str = "unknown"
+    """What kind of clock it is, as the recorder calls it."""
     offset_ns: int | None = None
+    """To add to its times."""
     uncertainty_ns: Annotated[int, Field(ge=0)] | None = None
+    """By how much the offset may be off."""
 
 
 class SliceInfo(_Model):
@@ -257,7 +267,9 @@ class SliceInfo(_Model):
     index: Annotated[int, Field(ge=0)]
     """Files with the same index and real ranks are repeats: executions of the same slice."""
     real_ranks: RankList
+    """Ranks that ran for real; of all others there are stand-ins."""
     virtual_ranks_policy: str = "early"
+    """How those took part: `early`, as soon as they could, or not at all (`none`)."""
     origin_ns: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """When all ranks were let go, in the clock of the lowest real rank: rows that depend on nothing
     start as long after it in every execution. Null: when the first row of a real rank starts."""
@@ -470,9 +482,13 @@ class Edge(_Model):
     """One edge as `Trace.edges` shows it; ids as in the node table."""
 
     src: Annotated[int, _INT64]
+    """Node that it comes from."""
     dst: Annotated[int, _INT64]
+    """Node that it leads to."""
     kind: EdgeKind
+    """What waits for what."""
     lag_ns: Annotated[int, _INT64] = 0
+    """Least time from the end of the one to the start of the other."""
 
 
 def column_types() -> dict[str, ColumnType]:

@@ -48,6 +48,7 @@ __all__ = [
     "GroupTable",
     "PathLike",
     "Trace",
+    "Source",
     "node_schema",
     "open_trace",
     "read_header",
@@ -85,7 +86,7 @@ def _polars_type(column: ColumnType) -> pl.DataType:
 
 @dataclass(frozen=True)
 class GroupTable:
-    """The header's process groups: one after the other, or as a table."""
+    """The process groups of a `header`: one after the other, or as a table."""
 
     header: TraceHeader
 
@@ -128,9 +129,12 @@ class GroupTable:
 class Trace:
     """A header and a lazily read node table, sorted by (rank, index).
 
-    `nodes` always has every column of `node_schema`, filled with nulls where the files lack
-    a nullable one, followed by the extra columns (``x_…``).  `parts` are where its rows lie,
-    in order, if its columns lie in two files (`prismtrace.beside`).
+    Attributes:
+        header: what is known about the job.
+        nodes: the rows, read when they are collected.  All columns of `Node` are there, null where
+            the files lack them, followed by the extra columns (``x_…``).
+        paths: the files; none if the trace was made in memory.
+        parts: where its rows lie, in order, if its columns lie in two files.
     """
 
     header: TraceHeader
@@ -150,7 +154,7 @@ class Trace:
 
     @classmethod
     def open(cls, source: PathLike | Sequence[PathLike]) -> Trace:
-        """Open a file, a folder, a glob pattern or a list of files; see `open_trace`."""
+        """Open a file, a folder, a glob pattern or a list of files, as `prismtrace.open` does."""
         return open_trace(source)
 
     @property
@@ -164,7 +168,12 @@ class Trace:
         return replace(self, nodes=self.nodes.filter(pl.col("rank").is_in(wanted)), parts=())
 
     def collect(self) -> pl.DataFrame:
-        """All rows, in (rank, index) order; errors as in `prismtrace.reading.reading`."""
+        """All rows, in (rank, index) order.
+
+        Raises:
+            InputFileError: pages of a file are damaged.
+            ValidationError: a column holds a value that the format does not know.
+        """
         with reading(self.paths):
             return self.nodes.collect()
 
@@ -186,6 +195,9 @@ _EDGE_SCHEMA = {
     "kind": pl.Enum([kind.value for kind in EdgeKind]),
     "lag_ns": pl.Int64,
 }
+Source = Trace | PathLike | Sequence[PathLike]
+"""A trace that is open, or where it is."""
+
 
 
 def directional_edges(rows: pl.DataFrame) -> pl.DataFrame:
@@ -262,8 +274,9 @@ def sync_edges(rows: pl.DataFrame) -> pl.DataFrame:
 def open_trace(source: PathLike | Sequence[PathLike], *, exact: bool = True) -> Trace:
     """Open a trace: one file, a folder of files, a glob pattern or a list of files.
 
-    With `exact` false, integers and texts that do not fit the format's types stay as they
-    are: `prismtrace.validation` counts them, where reading them would fail at the first.
+    `source` names them; several files hold blocks of ranks. With `exact` false, integers and
+    texts that do not fit the format's types stay as they are: `validate` counts them, where
+    reading them would fail at the first.
 
     Raises:
         InputFileError: nothing there, or a file is unreadable or truncated.
@@ -439,8 +452,8 @@ def _widens(found: pl.DataType, wanted: pl.DataType) -> bool:
 def write(trace: Trace, path: PathLike) -> None:
     """Write a trace as one Parquet file, streaming; an existing file is replaced when whole.
 
-    Calibrated columns are left out when the trace is not calibrated. Rows must be in
-    (rank, index) order; see `prismtrace.validation` for checking.
+    Calibrated columns are left out when `trace` is not calibrated. Its rows must be in
+    (rank, index) order; `validate` checks what was written to `path`.
 
     Raises:
         OutputError: the file cannot be written.

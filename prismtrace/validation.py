@@ -34,6 +34,7 @@ from prismtrace.trace import Trace
 __all__ = ["RULES", "Findings", "Severity", "Violation", "validate"]
 
 Severity = Literal["error", "warning"]
+"""An error breaks the format; a warning tells of what is unlikely to be meant."""
 
 RULES: dict[str, str] = {
     "unknown-column": "columns outside the format start with x_",
@@ -74,10 +75,15 @@ class Violation:
     """
 
     rule: str
+    """Its name, one of `RULES`."""
     message: str
+    """What it asks for."""
     severity: Severity
+    """Whether the trace is unsound, or only unlikely to be meant so."""
     count: int
+    """How often it is broken."""
     rows: tuple[dict[str, Any], ...] = ()
+    """The first rows (or instances) that break it, as column -> value."""
 
     def __str__(self) -> str:
         lines = [f"{self.severity}: {self.rule} ({self.count}x): {self.message}"]
@@ -125,7 +131,7 @@ class Findings:
 
 
 def validate(trace: Trace, *, limit: int = 5) -> list[Violation]:
-    """Every rule that the trace breaks, errors first; empty when it is valid.
+    """Every rule that `trace` breaks, errors first; empty when it is valid.
 
     Each violation shows the first `limit` rows. Rows are read in blocks, so memory stays
     flat. Rules that need sound rows are not asked when row rules are broken.

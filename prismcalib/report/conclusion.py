@@ -28,7 +28,7 @@ _SLOW = 0.05
 
 @dataclass(frozen=True)
 class Conclusion:
-    """One sentence, and a few more."""
+    """One sentence, the `headline`, and a few more, the `notes`."""
 
     headline: str
     notes: tuple[str, ...]

@@ -21,7 +21,12 @@ _FEWEST_BINS = 64
 
 @dataclass(frozen=True)
 class GridShape:
-    """Ranks per line and number of time bins; bins divide the window evenly."""
+    """How fine a grid is.
+
+    Attributes:
+        ranks_per_line: neighbours that share a line.
+        bins: into how many equal parts the window is divided.
+    """
 
     ranks_per_line: int
     bins: int
@@ -33,7 +38,12 @@ class GridShape:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Shares of time: uint8[parts, lines, bins], 0 to `LEVELS`; the rest of a cell is a gap."""
+    """Shares of time.
+
+    Attributes:
+        shape: of the grid.
+        shares: uint8[parts, lines, bins], 0 to `LEVELS`; the rest of a cell is a gap.
+    """
 
     shape: GridShape
     shares: NDArray[np.uint8]

@@ -50,7 +50,7 @@ _FIRST_ORIGIN_NS, _LAST_ORIGIN_NS = 10**15, 17 * 10**17
 
 
 def bare_graph(trace: Trace) -> Trace:
-    """The structure of a trace: its nodes and dependencies without any times or memory."""
+    """The structure of a `trace`: its nodes and dependencies without any times or memory."""
     nothing = [pl.lit(None, node_schema()[name]).alias(name) for name in _MEASURED]
     nodes = trace.nodes.drop(_OBSERVED, strict=False).with_columns(
         *nothing, real=pl.lit(value=False)

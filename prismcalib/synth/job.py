@@ -24,7 +24,7 @@ __all__ = ["generate", "step_ends_ns", "write_job"]
 
 
 def generate(spec: JobSpec) -> Trace:
-    """The job as a recorded trace in memory; the first operations start at 0.
+    """The job of a `spec` as a recorded trace in memory; the first operations start at 0.
 
     For jobs up to some million rows; `write_job` writes the same rows without holding them.
     """
@@ -85,7 +85,10 @@ def write_job(
 
 
 def step_ends_ns(spec: JobSpec) -> Int64Array:
-    """int64[steps], when each step's last operation ends; the first step starts at 0."""
+    """int64[steps], when each step's last operation ends; the first step starts at 0.
+
+    `spec` is the job.
+    """
     job = Job(spec)
     stages = _stage_times(job)
     ends: Int64Array = np.max([times.end_ns.max(axis=(0, 2)) for _, times in stages], axis=0)

@@ -10,11 +10,10 @@ from pathlib import Path
 from prismtrace.converters.archives import is_archive, members_of, name_of
 from prismtrace.converters.sniff import is_dump, is_foreign_json, is_operation_level
 from prismtrace.errors import InputFileError, RankError
-from prismtrace.input_files import files_of, require_readable, unreadable
+from prismtrace.input_files import PathLike, files_of, require_readable, unreadable
 
 __all__ = ["InputFiles", "PathLike", "expand_inputs", "given_ranks", "rank_in_name"]
 
-PathLike = str | os.PathLike[str]
 
 _SUFFIXES = (".json", ".json.gz", ".et", ".et.gz", ".sqlite")
 _ARCHIVES = (".tgz", ".tar.gz", ".tar")

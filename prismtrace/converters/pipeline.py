@@ -80,16 +80,24 @@ _MOST_STREAMS = 2**15
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion did. Times in ns, sizes in bytes."""
+    """What a conversion did."""
 
     output: Path
+    """The trace."""
     world_size: int
+    """Ranks of the job, present or not."""
     ranks: tuple[int, ...]
+    """Ranks that have rows."""
     missing_ranks: tuple[int, ...]
+    """Ranks of the world that have none."""
     nodes: int
+    """Rows of the trace."""
     events: int
+    """Events, or lines of a log, that were read."""
     groups: int
+    """How many process groups the trace lists."""
     steps: tuple[int, ...]
+    """Numbers of the steps in the trace."""
     matched: dict[str, int]
     """How the members of instances found each other: by-comms-id, by-seq, by-order, p2p; or
     `alone`: only one member is in the inputs."""

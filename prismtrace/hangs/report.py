@@ -44,6 +44,7 @@ class PendingOperation:
     """An operation that has not ended on every rank; ranks are global ranks."""
 
     group: str
+    """Name of its process group."""
     seq: int | None
     """Its number in the group, as the recorder of a member counts."""
     operation: str
@@ -53,8 +54,11 @@ class PendingOperation:
     different: tuple[int, ...] = ()
     """Members that enqueued something else in its place."""
     scheduled: tuple[int, ...] = ()
+    """Members on which it has been enqueued and has not begun."""
     started: tuple[int, ...] = ()
+    """Members on which it has begun and has not ended."""
     completed: tuple[int, ...] = ()
+    """Members on which it has ended."""
     no_dump: tuple[int, ...] = ()
     """Members of which there is no dump."""
     timed_out: bool = False
@@ -77,13 +81,18 @@ class GroupProgress:
     """How far a process group has come, in numbers of its collectives."""
 
     name: str
+    """As torch calls the group."""
     desc: str
+    """What the program calls it; empty if it does not."""
     ranks: tuple[int, ...]
+    """Its members."""
     enqueued_by_all: int | None
     """Last collective that every member with a dump has enqueued (of others nothing is known);
     null: none within the buffers."""
     completed_by_all: int | None
+    """Last collective that has ended on every member with a dump."""
     pending: PendingOperation | None
+    """The first one that has not; null: all have."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +100,23 @@ class Culprit:
     """A rank for which others wait."""
 
     rank: int
+    """Its number."""
     reason: Reason
+    """Why it is held to be at fault."""
     group: str
+    """Name of the group of the operation that waits for it."""
     seq: int | None
+    """Number of that operation in its group."""
     operation: str
+    """That operation, in words."""
     waited_for_by: tuple[int, ...]
     """Ranks that cannot go on without it, directly or through others."""
     last_site: str | None
     """Where its program made its last call of a communication, where frames were recorded."""
     last_operation: str | None
+    """That call, in words."""
     detail: str = ""
+    """What more can be said, such as a guess at what happened."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +124,17 @@ class HangReport:
     """Who hangs, in what, and who is waited for."""
 
     verdict: Verdict
+    """What the dumps show."""
     culprits: tuple[Culprit, ...]
     """Those for which most ranks wait come first."""
     world_size: int
+    """Ranks of the job, with a dump or without."""
     ranks: tuple[int, ...]
     """Ranks with a dump."""
     missing_ranks: tuple[int, ...]
+    """Ranks without one."""
     groups: tuple[GroupProgress, ...]
+    """How far each process group has come."""
     p2p: tuple[PendingOperation, ...]
     """Sends and receives that have not ended."""
     notes: tuple[str, ...]

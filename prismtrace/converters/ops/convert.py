@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from prismtrace.converters.ops.mapping import load_mapping
 from prismtrace.converters.ops.reading import Operations, read_operations
 from prismtrace.converters.parts import disk_errors
 from prismtrace.errors import ValidationError
+from prismtrace.input_files import PathLike
 from prismtrace.output import refuse_inputs
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import (
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from prismtrace.converters.pipeline import ConvertReport
 
 __all__ = ["convert_operations", "operations_trace"]
-
-PathLike = str | os.PathLike[str]
 
 
 def convert_operations(
