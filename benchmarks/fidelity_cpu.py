@@ -11,9 +11,11 @@ rank's: then times of communications are measured beside computation, and slices
 take of the core what gloo's threads take.
 
 Every shape: collect; then, in turn, true runs, slices with a merge, and runs of two sandbox ranks on the
-same cores, while the cores of the other ranks do the same kind of work: T S E T S E T. What is
+same cores, while the cores of the other ranks do the same kind of work for as large a part of the time
+as the ranks of the true run before did: T S E T S E T. What is
 measured is the time between the ends of the optimizer's steps. A true run is also recorded, so that
-phases can be compared. Runs with a slowed-down virtual rank come when all shapes are done, then
+phases can be compared, and so that the merged graph can be given its computation, then its transfers:
+what is left of the error then is not theirs. Runs with a slowed-down virtual rank come when all shapes are done, then
 further repeats while there is time (--more).
 
 All runs have as many steps: one of a run that is longer than its recording repeats the last
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 REPO = Path(__file__).resolve().parent.parent
 TOOLS = REPO / "benchmarks" / "fidelity"
 sys.path[:0] = [str(REPO), str(TOOLS)]
-from tables import WARMUP, tables  # noqa: E402  its folder is known only now
+from tables import WARMUP, tables, typical  # noqa: E402  its folder is known only now
 
 MODEL = "--layers 4 --hidden 256 --length 64"
 STEPS, REPEATS, SLOW_REPEATS = 10, 2, 2
@@ -61,7 +63,7 @@ MOST_APART = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """A job. `layers` of the model are on each rank, `sandbox` runs for real."""
+    """A job. `sandbox` runs for real. A rank has as many parameters as `layers` layers."""
 
     flags: str
     ranks: int
@@ -83,8 +85,8 @@ SHAPES = {
     "pp4-dp2": Shape(
         f"{MODEL} --batch-size 32 --pp 4 --microbatches 8", 8, (0, 2), 1, 32, inject=(5,)
     ),
-    "tp2-dp4": Shape(f"{MODEL} --batch-size 8 --tp 2", 8),
-    "tp2-pp2-dp4": Shape(f"{MODEL} --batch-size 16 --tp 2 --pp 2", 16, layers=2, batch=16),
+    "tp2-dp4": Shape(f"{MODEL} --batch-size 8 --tp 2", 8, layers=2),
+    "tp2-pp2-dp4": Shape(f"{MODEL} --batch-size 16 --tp 2 --pp 2", 16, layers=1, batch=16),
     "ep4-dp4": Shape(f"{MODEL} --batch-size 8 --ep 4", 16, script="train_moe.py"),
     "fsdp8": Shape(f"{MODEL} --batch-size 8 --fsdp 8", 8),
 }
@@ -125,6 +127,8 @@ class Bench:
         self.work.mkdir(parents=True, exist_ok=True)
         self.spent: dict[str, list[float]] = {}
         """Of the ranks of the latest true run."""
+        self.policy = ""
+        """How threads of the shape at hand are scheduled; see `cores.part_threads`."""
 
     # --- cores ------------------------------------------------------------------------
 
@@ -136,10 +140,13 @@ class Bench:
         """Whether gloo's threads have cores of their own."""
         return len(self.cores_of(ranks)[0]) > 1
 
-    def pins(self, ranks: Sequence[int], of: int) -> str:
-        """Some ranks of so many, with their cores."""
-        every = self.cores_of(of)
-        return ",".join(f"{rank}:{'+'.join(map(str, every[rank]))}" for rank in ranks)
+    def placed(
+        self, every: Sequence[tuple[int, ...]], ranks: Sequence[int] | None = None
+    ) -> dict[str, str]:
+        """Variables for ranks that have these cores: which those are, and how threads share them."""
+        chosen = range(len(every)) if ranks is None else ranks
+        pins = ",".join(f"{rank}:{'+'.join(map(str, every[rank]))}" for rank in chosen)
+        return {"FIDELITY_CORES": pins, "FIDELITY_POLICY": self.policy}
 
     def of_slices(self, shape: Shape) -> tuple[list[int], dict[str, str]]:
         """Cores that slices share out among them, and where their ranks and threads go.
@@ -151,8 +158,9 @@ class Bench:
         free = [core for core in self.cores.firsts if core not in used]
         each = len(shape.sandbox) + 1
         if not self.cores.seconds and len(free) // each * len(shape.sandbox) >= shape.ranks:
-            return sorted(free), {"FIDELITY_CORES": self.pins(range(shape.ranks), shape.ranks)}
-        claims = {"FIDELITY_CLAIMS": str(self.work / "claims")}
+            return sorted(free), self.placed(self.cores_of(shape.ranks))
+        claims = self.placed(self.cores_of(shape.ranks), ())
+        claims["FIDELITY_CLAIMS"] = str(self.work / "claims")
         paired = self.cores.paired(MOST_APART) if self.is_apart(shape.ranks) else []
         if len(paired) < each:
             return sorted(set(self.cores.firsts)), claims
@@ -193,68 +201,38 @@ class Bench:
 
     # --- what every shape needs -------------------------------------------------------
 
-    def comm_bench(self, title: str, output: Path, ranks: int, *words: str, pins: str) -> Any:
+    def comm_bench(
+        self, title: str, output: Path, ranks: int, *words: str, cores: Sequence[tuple[int, ...]]
+    ) -> Any:
         """Times of communications; the command's report."""
         return self.command(
             title,
             *("comm-bench", "--nproc", str(ranks), *words, "-o", str(output)),
-            more={"FIDELITY_CORES": pins},
+            more=self.placed(cores),
             kept=("operations",),
         )["report"]["operations"]
 
-    def look_at_machine(self) -> None:
-        """What a small all_reduce takes here, in the ways that ranks could share cores.
+    def note_machine(self) -> None:
+        """What the results are from."""
+        (self.output / "machine").mkdir(exist_ok=True)
+        told = json.dumps({**machine(), **self.cores.found})
+        (self.output / "machine" / "machine.json").write_text(told)
 
-        Decides whether gloo's threads may interrupt each other.
+    def choose_policy(self, found: dict[str, Any], name: str, shape: Shape) -> None:
+        """How gloo's threads are scheduled in all runs: as the job is quickest; that run counts.
+
+        Where they share the program's core it makes no difference.
         """
-        path = self.output / "machine" / "machine.json"
-        mine = {**machine(), **self.cores.found}
-        alike = ("cpu", "cores")
-        if path.is_file():
-            found = json.loads(path.read_text())
-            if all(found["machine"][name] == mine[name] for name in alike):
-                os.environ["FIDELITY_BATCH"] = found["batch"]
-                return
-        ranks = min(8, self.settings.most_ranks)
-        what = ("--group-sizes", str(ranks), "--kinds", "all_reduce", "--sizes", "1K,1M")
-        one, two = (
-            ",".join(
-                f"{rank}:{'+'.join(map(str, cores))}"
-                for rank, cores in enumerate(self.cores.of_ranks(ranks, one_each=one_each))
-            )
-            for one_each in (True, False)
-        )
-        ways = {
-            "a core each": (one, "0", ()),
-            "a core each, beside computation": (one, "0", ("--beside-computation",)),
-            "two cores each": (two, "0", ()),
-            "two cores each, threads do not interrupt each other": (two, "1", ()),
-            "as before, beside computation": (two, "1", ("--beside-computation",)),
-        }
-        probes: dict[str, Any] = {}
-        for title, (pins, batch, more) in ways.items():
-            if "+" in pins or title.startswith("a core each"):
-                os.environ["FIDELITY_BATCH"] = batch
-                words = (*what, "--rounds", "2", *more)
-                table = self.work / "probe.parquet"
-                with contextlib.suppress(FailedError):
-                    probes[title] = self.comm_bench(
-                        f"probe {title}", table, ranks, *words, pins=pins
-                    )
-        times = [
-            sum(operation["time_ns"] for operation in operations)
-            for title, operations in probes.items()
-            if title.startswith("two cores")
-        ]
-        os.environ["FIDELITY_BATCH"] = "1" if len(times) > 1 and times[1] < times[0] else "0"
-        path.parent.mkdir(exist_ok=True)
-        found = {
-            "machine": mine,
-            "ranks": ranks,
-            "probes": probes,
-            "batch": os.environ["FIDELITY_BATCH"],
-        }
-        path.write_text(json.dumps(found))
+        runs = {}
+        for policy in ("batch", "") if self.is_apart(shape.ranks) else ("",):
+            self.policy = policy
+            runs[policy] = self.true_run(name, shape), self.spent
+        self.policy = min(runs, key=lambda policy: typical(runs[policy][0]))
+        found["tried_ms"] = {policy: typical(times) for policy, (times, _) in runs.items()}
+        found["policy"] = self.policy
+        times, spent = runs[self.policy]
+        found["true_ns"].append(times)
+        found["true_spent"].append(spent)
 
     def comm_table(self, ranks: int) -> Path:
         """Times of communications as ranks of such a job see them.
@@ -266,7 +244,7 @@ class Bench:
         # As many as can have two cores each: with one they would measure something else.
         most = self.settings.most_ranks
         most = len(self.cores.paired(most)) if apart else most
-        table = self.work / f"comm-{'apart' if apart else 'shared'}.parquet"
+        table = self.work / f"comm-{'apart' if apart else 'shared'}-{self.policy}.parquet"
         if not table.is_file():
             members = [count for count in (2, 4, 8, 16) if count <= most]
             every = self.cores.of_ranks(most, one_each=not apart)
@@ -278,7 +256,7 @@ class Bench:
                 *("--kinds", "all_reduce,all_gather,reduce_scatter,all_to_all,send"),
                 *("--sizes", "1K,64K,512K,1M,4M"),
                 *(() if apart else ("--beside-computation",)),
-                pins=",".join(f"{n}:{'+'.join(map(str, one))}" for n, one in enumerate(every)),
+                cores=every,
             )
         return table
 
@@ -294,7 +272,13 @@ class Bench:
         )
         return found
 
-    def calibrate(self, name: str, shape: Shape, number: int) -> dict[str, Any]:
+    def share(self, shape: Shape, found: dict[str, Any]) -> float:
+        """Of the time, in which the core of a rank's program was busy in the latest true run."""
+        apart = self.is_apart(shape.ranks)
+        busy = [one[0] if apart else one[0] + one[1] for one in found["true_spent"][-1].values()]
+        return min(1.0, statistics.mean(busy) / typical(found["true_ns"][-1]))
+
+    def calibrate(self, name: str, shape: Shape, number: int, share: float) -> dict[str, Any]:
         """slice, merge; what each reported, and how long it took."""
         folder = self.work / name
         bare, slices = folder / "bare.parquet", folder / f"slices-{number}"
@@ -302,7 +286,7 @@ class Bench:
         table = self.comm_table(shape.ranks)
         cores, places = self.of_slices(shape)
         found = {}
-        with self.busy(shape, self.beside_slices(shape, cores)):
+        with self.busy(shape, self.beside_slices(shape, cores), share):
             found["slice"] = self.command(
                 f"{name} slice",
                 *("slice", str(bare), "--sandbox-size", str(len(shape.sandbox))),
@@ -341,8 +325,7 @@ class Bench:
 
         times = self.work / name / "times-true"
         words = shape.words(self.settings.steps)
-        pins = self.pins(range(shape.ranks), shape.ranks)
-        variables = {"FIDELITY_CORES": pins, "FIDELITY_SLOW": slow}
+        variables = {**self.placed(self.cores_of(shape.ranks)), "FIDELITY_SLOW": slow}
         self.twice(
             f"{name} true {slow}", lambda: warm.run_job(words, shape.ranks), variables, times=times
         )
@@ -355,7 +338,7 @@ class Bench:
         found["true_spent"].append(self.spent)
 
     def emulated_run(
-        self, name: str, shape: Shape, number: int, inject: str = ""
+        self, name: str, shape: Shape, number: int, share: float, inject: str = ""
     ) -> dict[str, Any]:
         """An emulated run on the same cores: its report, and step times as the rank saw them.
 
@@ -374,8 +357,8 @@ class Bench:
             *self.contending(shape),
             *("-o", str(folder / "run.parquet"), "--", *shape.words(self.settings.steps)),
         ]
-        more = {"FIDELITY_CORES": self.pins(shape.sandbox, shape.ranks)}
-        with self.busy(shape, others):
+        more = self.placed(every, shape.sandbox)
+        with self.busy(shape, others, share):
             report = self.command(f"{name} run", *words, times=times, more=more, cores=mine)
         return {"report": report, "seen_ns": step_times(times, shape), "spent": spent(times)}
 
@@ -383,21 +366,20 @@ class Bench:
         """Where a typical step goes: see `print_phases`."""
         folder = self.work / name
         words = ["record", "--nproc-per-node", str(shape.ranks), "-o", str(folder / "true.parquet")]
-        more = {"FIDELITY_CORES": self.pins(range(shape.ranks), shape.ranks)}
+        more = self.placed(self.cores_of(shape.ranks))
         self.command(f"{name} record", *words, "--", *shape.words(self.settings.steps), more=more)
+        words = ["merge", str(folder / "true.parquet"), "-o", str(folder / "true-merged.parquet")]
+        self.command(f"{name} merge of the recorded run", *words, package="prismcalib")
         table = self.comm_table(shape.ranks)
-        merged = folder / f"calibrated-{self.settings.repeats - 1}.parquet"
         printed = self.twice(
-            f"{name} phases",
-            lambda: print_phases(folder, merged, table, shape.sandbox[0]),
-            {},
+            f"{name} phases", lambda: print_phases(folder, table, shape.sandbox[0]), {}
         )
         found: dict[str, dict[str, dict[str, float]]] = json.loads(printed)
         return found
 
     @contextlib.contextmanager
-    def busy(self, shape: Shape, cores: Sequence[int]) -> Iterator[None]:
-        """Cores that work as their ranks would."""
+    def busy(self, shape: Shape, cores: Sequence[int], share: float) -> Iterator[None]:
+        """Cores that work as their ranks would, for such a share of the time."""
         import busy
         import warm
 
@@ -411,7 +393,7 @@ class Bench:
         words[0] = str(REPO / "examples" / words[0])
         fork = warm.start(
             "busy",
-            lambda: busy.keep_busy(cores, words),
+            lambda: busy.keep_busy(cores, words, share),
             output=begun,
             errors=self.work / "log.txt",
         )
@@ -545,16 +527,19 @@ class Bench:
             found |= {"words": shape.words(self.settings.steps)[1:], "sandbox": shape.sandbox}
             found |= {"cores": self.cores_of(shape.ranks)}
             yield lambda: found.update(collect=self.collect(name, shape))
+        if "policy" not in found:
+            yield lambda: self.choose_policy(found, name, shape)
+        self.policy = found["policy"]
         for number in range(repeats):
             if len(found["true_ns"]) <= number:
                 yield lambda: self.true_run_into(found, name, shape)
             if len(found["calibrations"]) <= number:
                 yield lambda number=number: found["calibrations"].append(
-                    self.calibrate(name, shape, number)
+                    self.calibrate(name, shape, number, self.share(shape, found))
                 )
             if len(found["emulated"]) <= number:
                 yield lambda number=number: found["emulated"].append(
-                    self.emulated_run(name, shape, number)
+                    self.emulated_run(name, shape, number, self.share(shape, found))
                 )
         if len(found["true_ns"]) <= repeats:
             yield lambda: self.true_run_into(found, name, shape)
@@ -572,6 +557,7 @@ class Bench:
         if not (self.work / name / f"calibrated-{campaign}.parquet").is_file():
             return
         found = json.loads(path.read_text())
+        share, self.policy = self.share(shape, found), found["policy"]
         for rank, factor in [(rank, factor) for rank in shape.inject for factor in SLOWDOWNS]:
             there = [one for one in found["injected"] if one["factor"] == factor]
             if len([one for one in there if one["rank"] == rank]) > number:
@@ -584,7 +570,7 @@ class Bench:
                     "rank": rank,
                     "factor": factor,
                     "true_ns": self.true_run(name, shape, f"{rank}:{factor}"),
-                    "emulated": self.emulated_run(name, shape, campaign, inject),
+                    "emulated": self.emulated_run(name, shape, campaign, share, inject),
                 }
             )
             path.write_text(json.dumps(found))
@@ -612,12 +598,13 @@ def spent(folder: Path) -> dict[str, list[float]]:
     return found
 
 
-def print_phases(folder: Path, merged: Path, comm_table: Path, rank: int) -> None:
+def print_phases(folder: Path, comm_table: Path, rank: int) -> None:
     """Print where a typical step goes, as JSON; in a process that may use polars.
 
     `phases_ms`: time of a rank by kind and phase, truly and emulated. `transfers_ms`: of the
     communications of all ranks by kind and size, from the last member's beginning to the last
-    one's end, truly and as merged. `table`: kind, ranks, bytes, and of each the time and processor
+    one's end, truly and as merged. `explained_ms`: a step of the recorded true run, and for each merged
+    graph its own step, then with the true computation, then with the true transfers, too. `table`: kind, ranks, bytes, and of each the time and processor
     time in us by `comm-bench`.
     """
     import polars as pl
@@ -626,8 +613,9 @@ def print_phases(folder: Path, merged: Path, comm_table: Path, rank: int) -> Non
         "kind", "ranks", "bytes", (pl.col("time_ns", "cpu_ns") / 1e3).round().cast(pl.Int64)
     )
 
+    every = sorted(folder.glob("calibrated-*.parquet"))
     transfers: dict[str, dict[str, float]] = {}
-    for title, trace in (("true", folder / "true.parquet"), ("merged", merged)):
+    for title, trace in (("true", folder / "true.parquet"), ("merged", every[-1])):
         end = pl.col("start_ns") + pl.col("dur_ns")
         times = (
             pl.scan_parquet(trace)
@@ -656,7 +644,29 @@ def print_phases(folder: Path, merged: Path, comm_table: Path, rank: int) -> Non
         )
         for kind, phase, ms in times.iter_rows():
             found.setdefault(f"{kind} {phase}", {})[title] = round(ms, 3)
-    print(json.dumps({"phases_ms": found, "transfers_ms": transfers, "table": table.rows()}))
+    printed = {"phases_ms": found, "transfers_ms": transfers, "table": table.rows()}
+    printed["explained_ms"] = explained(folder / "true-merged.parquet", every)
+    print(json.dumps(printed))
+
+
+def explained(true: Path, merged: Sequence[Path]) -> dict[str, Any]:
+    """What of the prediction's error is due to computation and what to transfers."""
+    from prismcalib import SwapDurations, what_if
+
+    def step(scenario: Any) -> float:
+        return float(statistics.median(scenario.steps_ns[WARMUP:])) / 1e6
+
+    scenarios = {
+        "its computation": [SwapDurations(str(true), "kind = 'compute'")],
+        "its computation and transfers": [SwapDurations(str(true))],
+    }
+    rows = []
+    for graph in merged:
+        found = what_if(str(graph), scenarios)
+        one = {scenario.name: step(scenario) for scenario in found.scenarios}
+        rows.append({"merged": step(found.baseline), **one})
+    none = {"nothing": [SwapDurations(str(true))]}
+    return {"recorded": step(what_if(str(true), none).baseline), "graphs": rows}
 
 
 def machine() -> dict[str, Any]:
@@ -695,7 +705,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure_all(bench: Bench, names: Sequence[str], output: Path) -> None:
     """Shapes, then slowed-down ranks; what fails is told, and the rest goes on."""
-    bench.look_at_machine()
+    bench.note_machine()
     todo: list[tuple[str, Callable[[], None]]] = [
         (name, lambda name=name: bench.measure(name, SHAPES[name]))
         for name in names

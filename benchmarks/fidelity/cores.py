@@ -41,7 +41,7 @@ def stay_on(cores: Sequence[int]) -> None:
 def part_threads(cores: Sequence[int], program: int) -> None:
     """Move all threads of this process but the program's to a rank's second core, if it has one.
 
-    With FIDELITY_BATCH they do not interrupt each other.
+    With FIDELITY_POLICY `batch` they do not interrupt each other.
 
     Args:
         cores: the rank's.
@@ -49,7 +49,7 @@ def part_threads(cores: Sequence[int], program: int) -> None:
     """
     if len(cores) < 2:
         return
-    batch = os.environ.get("FIDELITY_BATCH") == "1"
+    batch = os.environ.get("FIDELITY_POLICY") == "batch"
     for number in [int(task.name) for task in Path("/proc/self/task").iterdir()]:
         if number == program:
             continue

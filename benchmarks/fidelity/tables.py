@@ -131,6 +131,16 @@ def transfer_rows(found: dict[str, Any]) -> Iterator[list[str]]:
         yield [found["shape"], what, f"{times['count']:.0f}", *cells]
 
 
+def explained_rows(found: dict[str, Any]) -> Iterator[list[str]]:
+    """What a merged graph's step becomes with the computation, then the transfers, of a true run."""
+    explained = found.get("explained_ms")
+    if explained is None:
+        return
+    true, graphs = explained["recorded"], explained["graphs"]
+    cells = [Times(tuple(one[name] for one in graphs)) for name in graphs[0]]
+    yield [found["shape"], f"{true:.1f}", *(f"{one} ({one.mean / true - 1:+.1%})" for one in cells)]
+
+
 def spent_rows(found: dict[str, Any]) -> Iterator[list[str]]:
     """What a typical step takes of a rank: least and most of the ranks of all runs."""
     sources = {
@@ -172,28 +182,15 @@ def machine_lines(output: Path) -> Iterator[str]:
     if not path.is_file():
         return
     found = json.loads(path.read_text())
-    yield ", ".join(f"{name}: {value}" for name, value in found["machine"].items())
-    heads = (
-        f"all_reduce of {found['ranks']} ranks",
-        "bytes",
-        "time us",
-        "least to most us",
-        "gloo's threads us",
-    )
-    rows = [
-        [
-            how,
-            f"{one['bytes']}",
-            f"{one['time_ns'] / 1e3:.0f}",
-            f"{one['least_ns'] / 1e3:.0f} to {one['most_ns'] / 1e3:.0f}",
-            f"{(one['cpu_ns'] or 0) / 1e3:.0f}",
-        ]
-        for how, operations in found["probes"].items()
-        for one in operations
-    ]
+    yield ", ".join(f"{name}: {value}" for name, value in found.items())
     yield ""
-    yield from markdown(heads, rows)
-    yield ""
+
+
+def policy_rows(found: dict[str, Any]) -> Iterator[list[str]]:
+    """How gloo's threads were scheduled, and what a true step took with that and with others."""
+    tried = found.get("tried_ms", {})
+    cells = (f"{policy or 'as usual'} {ms:.0f}" for policy, ms in tried.items())
+    yield [found["shape"], found.get("policy") or "as usual", ", ".join(cells)]
 
 
 def results(output: Path) -> list[dict[str, Any]]:
@@ -213,8 +210,13 @@ def tables(output: Path) -> str:
     lines = [*machine_lines(output), *markdown(heads, [row(found) for found in all_found])]
     lines += ["", *means(all_found)]
     more = (
+        (("job", "gloo's threads are scheduled", "true step ms"), policy_rows),
         (("job", "slowed down", "runs", "true step ms", "emulated ms", "error"), injected_rows),
         (("job", "kind and phase", "true ms", "emulated ms"), phase_rows),
+        (
+            ("job", "recorded step ms", "merged ms", "its computation", "and its transfers"),
+            explained_rows,
+        ),
         (("job", "transfer, bytes", "operations", "true ms", "merged ms"), transfer_rows),
         (
             (
