@@ -18,13 +18,12 @@ from prismcalib.clocks import (
     Spread,
     end_spreads,
     fit_offsets,
-    group_max,
-    group_min,
     worst_group,
 )
 from prismcalib.drift import Drift, fit_drift
 from prismcalib.errors import ClockError
 from prismcalib.graph import Graph, Int32Array, Int64Array
+from prismcalib.grouped import group_max, group_min
 from prismcalib.rows import FARTHEST_NS
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import ROOTED_KINDS, ClockDomain, Kind, TraceHeader

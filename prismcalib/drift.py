@@ -14,15 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prismcalib.clocks import (
-    across_domains,
-    group_max,
-    group_median,
-    group_min,
-    solve_offsets,
-    thin_out,
-)
 from prismcalib.graph import Int64Array
+from prismcalib.grouped import Groups, group_max, group_min, numbered
+from prismcalib.relations import Relations, across_domains, thin_out
 
 __all__ = ["Drift", "fit_drift"]
 
@@ -85,8 +79,8 @@ def fit_drift(
         return nothing
     kept = np.flatnonzero(across)
     kept = kept[thin_out(instance[kept], domain[kept], domains)]
-    ends = _Ends(instance[kept], domain[kept], end_ns[kept], tier[kept], domains, reference)
-    window, center = _windows(ends.domain, ends.end_ns, domains)
+    ends = _Ends.of(instance[kept], domain[kept], end_ns[kept], tier[kept], domains, reference)
+    window, center = _windows(ends.domain.number, ends.end_ns, domains)
     if window.max() < _LEAST_WINDOW_NS:
         return nothing
     early, late = (ends.only(third) for third in _thirds(ends, offset_ns))
@@ -94,10 +88,10 @@ def fit_drift(
     drift = Drift(np.zeros(domains), center)
     # Operations of two pairs of domains do not lie at the same times of a third, so a line is
     # as wrong as these are apart, until what is left of it is next to nothing.
+    known = early.relations.reached & late.relations.reached & (span > 0)
     for turn in range(_ROUNDS):
-        (before, one), (after, other) = early.offsets(drift), late.offsets(drift)
-        known = one & other & (span > 0)
-        change = np.where(known, (after - before) / np.maximum(span, 1), 0.0)
+        apart = late.offsets(drift) - early.offsets(drift)
+        change = np.where(known, apart / np.maximum(span, 1), 0.0)
         drift = Drift(drift.rate + change, center)
         if (np.abs(change) * window).max() < _EXACT_NS:
             break
@@ -109,35 +103,48 @@ def fit_drift(
 
 @dataclass(frozen=True, eq=False)
 class _Ends:
-    """Members of operations across domains; columns and numbers as of `fit_offsets`."""
+    """Ends of m members of operations across D domains, and what depends on who these are.
+
+    Attributes:
+        instance, domain, end_ns, tier: of each, as of `fit_offsets`; domain: groups of members.
+        relations: of the domains by these operations.
+    """
 
     instance: NDArray[Any]
-    domain: NDArray[Any]
+    domain: Groups
     end_ns: Int64Array
     tier: NDArray[Any]
-    domains: int
     reference: int
+    relations: Relations
+
+    @classmethod
+    def of(
+        cls,
+        instance: NDArray[Any],
+        domain: NDArray[Any],
+        end_ns: Int64Array,
+        tier: NDArray[Any],
+        domains: int,
+        reference: int,
+    ) -> _Ends:
+        """Ends of some members."""
+        relations = Relations(instance, domain, tier, domains, reference)
+        return cls(instance, Groups(domain, domains), end_ns, tier, reference, relations)
 
     def only(self, chosen: NDArray[np.bool_]) -> _Ends:
         """Some of the members."""
-        return _Ends(
-            self.instance[chosen],
-            self.domain[chosen],
-            self.end_ns[chosen],
-            self.tier[chosen],
-            self.domains,
-            self.reference,
-        )
+        members = self.instance[chosen], self.domain.number[chosen], self.end_ns[chosen]
+        domains = len(self.domain.sizes)
+        return _Ends.of(*members, self.tier[chosen], domains, self.reference)
 
-    def offsets(self, drift: Drift) -> tuple[Int64Array, NDArray[np.bool_]]:
-        """As of `solve_offsets`, once a drift is taken away."""
-        steady = self.end_ns + drift.shift(self.domain, self.end_ns)
-        numbers = self.domains, self.reference
-        return solve_offsets(self.instance, self.domain, steady, self.tier, *numbers)
+    def offsets(self, drift: Drift) -> Int64Array:
+        """int64[D], once a drift is taken away."""
+        steady = self.end_ns + drift.shift(self.domain.number, self.end_ns)
+        return self.relations.offsets(steady)
 
     def medians(self) -> Int64Array:
         """int64[D], typical end of each domain; 0 where there are none."""
-        return _medians(self.domain, self.end_ns, self.domains)
+        return self.domain.median(self.end_ns)
 
 
 def _windows(
@@ -155,31 +162,24 @@ def _windows(
 
 def _thirds(ends: _Ends, offset_ns: Int64Array) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """bool[m] each: members of the operations of the first and of the last third of the time."""
-    number = np.unique(ends.instance, return_inverse=True)[1].ravel()
-    time = group_median(number, ends.end_ns + offset_ns[ends.domain])
+    number = numbered(ends.instance)
+    time = Groups(number).median(ends.end_ns + offset_ns[ends.domain.number])
     part = (int(time.max()) - int(time.min())) // 3
     return (time <= time.min() + part)[number], (time >= time.max() - part)[number]
 
 
-def _medians(domain: NDArray[Any], values: Int64Array, domains: int) -> Int64Array:
-    """int64[D], 0 where there are none."""
-    result = np.zeros(domains, np.int64)
-    found = group_median(domain, values)
-    result[: len(found)] = found
-    return result
-
-
 def _visible(ends: _Ends, drift: Drift, window_ns: Int64Array) -> NDArray[np.bool_]:
     """bool[D]: whether a drift moves ends by more than they vary without it."""
-    number = np.unique(ends.instance, return_inverse=True)[1].ravel()
+    domain, operation = ends.domain.number, Groups(numbered(ends.instance))
     # Offsets of clocks that drift were compromises, so not those.
-    shift = ends.offsets(drift)[0][ends.domain] + drift.shift(ends.domain, ends.end_ns)
+    shift = ends.offsets(drift)[domain] + drift.shift(domain, ends.end_ns)
     steady = ends.end_ns + shift
-    around = np.abs(group_median(number, steady)[number] - steady)
-    pairs = np.unique(np.stack([ends.domain, number]), axis=1)
-    operations = np.bincount(pairs[0], minlength=ends.domains)
+    around = np.abs(operation.median(steady)[operation.number] - steady)
+    domains = len(ends.domain.sizes)
+    pairs = np.unique(operation.number.astype(np.int64) * domains + domain)
+    operations = np.bincount(pairs % domains, minlength=domains)
     # Of a few distances the median may be next to nothing by chance.
     few = np.maximum(1.0, _FEW / np.maximum(operations, 1))
-    noise = few * _medians(ends.domain, around, ends.domains)
+    noise = few * ends.domain.median(around)
     long = (window_ns >= _LEAST_WINDOW_NS) & (operations >= _LEAST_OPERATIONS)
     return long & (np.abs(drift.rate) * window_ns > 4 * noise)

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from prismcalib.clocks import group_max
 from prismcalib.errors import CalibError
 from prismcalib.graph import Graph, Int32Array, Int64Array
+from prismcalib.grouped import group_max
 from prismtrace.schema import TraceHeader
 
 __all__ = ["SEND_BYTES", "WaitRules", "apply_wait_rules", "ready_times", "waiting_rows"]

@@ -10,9 +10,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from prismcalib.build import require_all_members, sorted_rows, structure_graph
-from prismcalib.clocks import group_max
 from prismcalib.errors import MergeInputError
 from prismcalib.graph import Graph, Int64Array
+from prismcalib.grouped import group_max
 from prismcalib.steady import chain_steps
 from prismcalib.synth.assembly import Job, JobGraph
 from prismcalib.synth.spec import JobSpec
