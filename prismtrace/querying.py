@@ -42,8 +42,9 @@ class AnswerFormat(StrEnum):
 def query(trace: Trace, sql: str) -> pl.LazyFrame:
     """The answer to a SELECT over the tables nodes, groups and header, not yet computed.
 
-    Columns of ``nodes`` are those of `Node`, of ``groups`` those of `GroupTable.df`, of
-    ``header`` the fields of `TraceHeader`. ``group`` is a word of SQL: the column is written
+    Columns of ``nodes`` are those of `Node`, of ``groups`` those of `GroupTable.df`; ``header``
+    has one row: kind, world_size, ranks, steps, axes, created_by, sources, policies, extra, as
+    in `TraceHeader`. ``group`` is a word of SQL: the column is written
     ``"group"`` or ``nodes.group``. A column without a name is called as it is written:
     ``COUNT(*)``.
 

@@ -14,7 +14,7 @@ __all__ = ["print_hang"]
 _REASONS = {
     Reason.NOT_ENQUEUED: "has not enqueued",
     Reason.DIFFERENT_OPERATION: "enqueued something else than",
-    Reason.NO_DUMP: "left no dump, and may have ended before",
+    Reason.NO_DUMP: "left no dump: it may have ended, stand elsewhere, or wait as well in",
     Reason.NOT_STARTED: "enqueued, but its GPU has not started",
     Reason.NOT_COMPLETED: "has not completed",
     Reason.DEADLOCK: "is part of a circle of waiting, in",
@@ -24,6 +24,8 @@ _REASONS = {
 def print_hang(report: HangReport) -> None:
     """The verdict, the ranks at fault, then what every group is in."""
     _say(report.sentence)
+    if report.missing_ranks:
+        print("  copy the dumps of all hosts together; why a rank left none, its log may tell")
     for culprit in report.culprits[:MOST_LINES]:
         print()
         for line in _culprit_lines(culprit):
@@ -32,8 +34,6 @@ def print_hang(report: HangReport) -> None:
         print(f"... and {len(report.culprits) - MOST_LINES} more ranks (--json lists all)")
     print()
     _say(f"dumps: {name_ranks(report.ranks)} of a world of {report.world_size}")
-    if report.missing_ranks:
-        _say(f"no dump of {name_ranks(report.missing_ranks)}")
     for group in report.groups[:MOST_LINES]:
         _say(
             f"group {group.name!r}{f' ({group.desc})' if group.desc else ''}, "

@@ -142,9 +142,18 @@ class HangReport:
 
     @property
     def sentence(self) -> str:
-        """The verdict in words."""
+        """The verdict in words; first of all which dumps are missing."""
+        if not self.missing_ranks:
+            return self._verdict_of("the dumps", "hang: ")
+        one = len(self.missing_ranks) == 1
+        missing = f"the {'dump' if one else 'dumps'} of {name_ranks(self.missing_ranks)}"
+        told = self._verdict_of("the others", "the others show a hang: ")
+        return f"{missing} {'is' if one else 'are'} missing; {told}"
+
+    def _verdict_of(self, dumps: str, hang: str) -> str:
+        """What the dumps that are there tell."""
         if self.verdict is Verdict.NO_HANG:
-            return "no hang: every operation in the dumps has ended"
+            return f"no hang: every operation in {dumps} has ended"
         if self.verdict is Verdict.STALLED:
             return (
                 "stalled: what everything waits for was enqueued alike by all its members and does "
@@ -153,8 +162,13 @@ class HangReport:
         blamed: dict[Reason, set[int]] = {}
         for culprit in self.culprits:
             blamed.setdefault(culprit.reason, set()).add(culprit.rank)
+        if set(blamed) == {Reason.NO_DUMP}:
+            absent = sorted(blamed[Reason.NO_DUMP])
+            waiting = {rank for one in self.culprits for rank in one.waited_for_by}
+            verb = "waits" if len(waiting) == 1 else "wait"
+            return f"{name_ranks(sorted(waiting))} {verb} for {name_ranks(absent)}"
         told = (f"{name_ranks(sorted(ranks))} ({why.value})" for why, ranks in blamed.items())
-        return f"hang: {', '.join(told)}"
+        return f"{hang}{', '.join(told)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as ``--json`` prints them."""

@@ -88,6 +88,7 @@ def test_a_rank_without_a_dump_is_named(tmp_path):
         recorder.run(state="started")
     report = find_hang(write_dumps(tmp_path, ranks[:2]))
     assert report.missing_ranks == (2,)
+    assert report.sentence == "the dump of rank 2 is missing; ranks 0-1 wait for rank 2"
     assert blamed(report) == {2: Reason.NO_DUMP}
     assert report.culprits[0].last_site is None
 
@@ -113,13 +114,25 @@ def test_the_operation_that_the_rank_is_first_missing_from_is_told(tmp_path):
     assert (culprit.rank, culprit.group) == (3, "tp1")
 
 
+def test_dumps_that_are_missing_are_told_first_where_nothing_hangs(tmp_path):
+    ranks = recorders(4)
+    train(ranks)
+    report = find_hang(write_dumps(tmp_path, ranks[:2]))
+    assert report.sentence == (
+        "the dumps of ranks 2-3 are missing; no hang: every operation in the others has ended"
+    )
+
+
 def test_each_rank_is_told_with_its_own_reason(tmp_path):
     ranks = recorders(4)
     train(ranks)
     for recorder in ranks[:2]:
         recorder.run(state="started")
     report = find_hang(write_dumps(tmp_path, ranks[:3]))
-    assert report.sentence == "hang: rank 2 (not-enqueued), rank 3 (no-dump)"
+    assert report.sentence == (
+        "the dump of rank 3 is missing; the others show a hang: rank 2 (not-enqueued), "
+        "rank 3 (no-dump)"
+    )
 
 
 def test_a_copy_put_aside_is_no_rank(tmp_path):
@@ -346,10 +359,10 @@ def test_the_command_names_the_culprit_first(tmp_path):
     done = CliRunner().invoke(cli.app, ["hang", str(tmp_path / "dumps")])
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
-    assert lines[0] == "hang: rank 3 (no-dump)"
-    assert lines[2].startswith("rank 3 left no dump")
+    assert lines[0] == "the dump of rank 3 is missing; rank 2 waits for rank 3"
+    assert lines[1].startswith("  copy the dumps of all hosts together")
+    assert lines[3].startswith("rank 3 left no dump: it may have ended")
     assert "  waited for by rank 2" in lines
-    assert "no dump of rank 3" in lines
     assert "    at train.py:31 in train_step: rank 2" in lines
     assert "dumps: ranks 0-2 of a world of 4" in lines
     assert "group 'tp1' (desc tp1), ranks 2-3: enqueued by all with a dump: #1, " in done.stdout
