@@ -16,8 +16,8 @@ from prismtrace.trace import PathLike, Trace, open_trace, read_headers, trace_fi
 __all__ = ["Campaign", "Missing", "Slice", "open_campaign"]
 
 Missing = Literal["fail", "representative", "bare"]
-
 """What becomes of ranks that no slice measured: refused, times of a rank like them, or none."""
+
 
 @dataclass(frozen=True)
 class Slice:

@@ -36,8 +36,8 @@ __all__ = [
 _SOME_STEPS = 3
 
 ShareColumn = Literal["kind", "rank", "group", "phase", "step"]
-
 """What shares of a path can be told by."""
+
 
 @dataclass(frozen=True, eq=False)
 class CriticalPath:

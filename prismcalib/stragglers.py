@@ -42,8 +42,8 @@ from prismtrace.trace import Trace, open_trace
 __all__ = ["BY", "Part", "StragglerReport", "find_stragglers"]
 
 By = Literal["kind", "stage", "replica", "rank", "group"]
-BY: tuple[By, ...] = ("kind", "stage", "replica", "rank", "group")
 """Sorts of parts of a job."""
+BY: tuple[By, ...] = ("kind", "stage", "replica", "rank", "group")
 
 # Rows times parts of a sort that take minutes; of large traces fewer parts are simulated.
 _MOST_ROWS = 64 * 10**7

@@ -69,21 +69,8 @@ def diff(
 
 
 def _print_difference(found: Difference, limit: int) -> None:
-    from prismtrace.ranks import format_ranks
-
     print("the same graph" if found.same else "the graphs differ")
-    if found.world_a != found.world_b:
-        print(f"world of {found.world_a} ranks in A, of {found.world_b} in B")
-    for name, ranks, groups in (
-        ("A", found.ranks_a, found.groups_a),
-        ("B", found.ranks_b, found.groups_b),
-    ):
-        if ranks:
-            print(f"only in {name}: ranks {format_ranks(ranks)}")
-        if groups:
-            more = f" and {len(groups) - limit} more" if len(groups) > limit else ""
-            shown = ", ".join(groups[:limit])
-            print(f"only in {name}: groups {console.printable(shown)}{more}")
+    _print_jobs(found, limit)
     if found.resized:
         print(f"all_to_all of other sizes, which they may have: {found.resized:,}")
     if found.ranks:
@@ -94,6 +81,9 @@ def _print_difference(found: Difference, limit: int) -> None:
             print(f"  {name}: {console.printable(text or 'no such node')}")
     if len(found.ranks) > limit:
         print(f"... and {len(found.ranks) - limit} more (--json lists all)")
+    if found.ranks and found.world_a != found.world_b:
+        print("in jobs of different size the same number may be another place of the job:")
+        print("`prismcalib compare` of the merged traces compares by what is done, not by rank")
     timed = any(one.change_ns is not None for one in found.kinds)
     if (found.ranks_a or found.ranks_b) and found.kinds:
         print("\nnodes and times by kind, phase and group are those of ranks that both have")
@@ -107,6 +97,36 @@ def _print_difference(found: Difference, limit: int) -> None:
     if timed and limit:
         print("\ntimes of communications hold the waiting for others, which hides who is slow:")
         print("`prismcalib compare` of the merged traces tells what made a step slower")
+
+
+def _print_jobs(found: Difference, limit: int) -> None:
+    """Sizes, ranks and groups that differ."""
+    from prismtrace.ranks import format_ranks
+
+    if found.world_a != found.world_b:
+        axes = _axes_text(found.axes_a), _axes_text(found.axes_b)
+        print(f"world of {found.world_a} ranks in A{axes[0]}, of {found.world_b} in B{axes[1]}")
+    for name, ranks, groups in (
+        ("A", found.ranks_a, found.groups_a),
+        ("B", found.ranks_b, found.groups_b),
+    ):
+        if ranks:
+            print(f"only in {name}: ranks {format_ranks(ranks)}")
+        if groups:
+            more = f" and {len(groups) - limit} more" if len(groups) > limit else ""
+            shown = ", ".join(groups[:limit])
+            print(f"only in {name}: groups {console.printable(shown)}{more}")
+    for group in found.regrouped[:limit]:
+        ranks_a, ranks_b = format_ranks(group.ranks_a), format_ranks(group.ranks_b)
+        print(f"group {console.printable(group.name)}: ranks {ranks_a} in A, {ranks_b} in B")
+    if len(found.regrouped) > limit:
+        print(f"... and {len(found.regrouped) - limit} more groups of other ranks (--json)")
+
+
+def _axes_text(axes: dict[str, int]) -> str:
+    """As ` (tp 2, dp 4)`; nothing if none is known."""
+    sizes = ", ".join(f"{name} {size}" for name, size in axes.items())
+    return f" ({sizes})" if sizes else ""
 
 
 def _print_classes(title: str, classes: Sequence[ClassDifference], limit: int) -> None:
@@ -227,7 +247,7 @@ def _form(to: Form | None, output: Path | None) -> Form:
 
 
 def _print_rows(rows: pl.DataFrame) -> None:
-    console.table("", rows.columns, rows.head(_MOST_ROWS).iter_rows())
+    console.row_or_table(rows.columns, rows.head(_MOST_ROWS).iter_rows())
     if rows.height > _MOST_ROWS:
         print("... and more: --format csv or json prints all, LIMIT says how many")
 

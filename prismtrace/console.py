@@ -24,7 +24,9 @@ import dataclasses
 import numbers
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,6 +48,7 @@ __all__ = [
     "print_json",
     "printable",
     "progress",
+    "row_or_table",
     "table",
     "warn_of_suffix",
 ]
@@ -195,6 +198,27 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
         _print_rich_table(title, columns, cells, right)
     else:
         _print_plain_table(title, columns, cells, right)
+
+
+def row_or_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table; a single row that is wider than the screen is printed one column a line.
+
+    Long values go on below. A pipe counts as 100 characters wide, unless COLUMNS says more.
+    """
+    kept = list(rows)
+    cells = [_text(value) for value in kept[0]] if len(kept) == 1 else []
+    width = shutil.get_terminal_size((_PIPE_WIDTH, 0)).columns
+    if sum(map(max, map(len, columns), map(len, cells))) + 2 * len(cells) <= width:
+        table("", columns, kept)
+        return
+    indent = max(map(len, columns)) + 2
+    for column, cell in zip(columns, cells, strict=True):
+        lines = textwrap.wrap(cell, max(width - indent, _LEAST_WIDTH), break_on_hyphens=False)
+        print(column.ljust(indent) + f"\n{' ' * indent}".join(lines or [""]))
+
+
+_PIPE_WIDTH = 100
+_LEAST_WIDTH = 20
 
 
 def _text(value: object) -> str:

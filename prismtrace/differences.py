@@ -30,18 +30,18 @@ class RankDifference:
     """A rank whose graph differs: where first, and what either trace has there (null: nothing)."""
 
     rank: int
-    nodes_a: int
     """Its number."""
-    nodes_b: int
+    nodes_a: int
     """Rows of the rank in the first trace, `a`."""
-    index: int
+    nodes_b: int
     """Rows of the rank in the second one, `b`."""
-    a: str | None
+    index: int
     """Of the first row that differs."""
-    b: str | None
+    a: str | None
     """That row of the first trace, in words."""
-
+    b: str | None
     """That of the second one."""
+
 
 @dataclass(frozen=True)
 class ClassDifference:
@@ -70,13 +70,28 @@ class ClassDifference:
 
 
 @dataclass(frozen=True)
+class GroupDifference:
+    """A process group that two jobs of different size both have, with other ranks."""
+
+    name: str
+    """What both call it."""
+    ranks_a: tuple[int, ...]
+    """Its ranks in the first job."""
+    ranks_b: tuple[int, ...]
+    """Its ranks in the second one."""
+
+
+@dataclass(frozen=True)
 class Difference:
     """What `diff` found.
 
     Attributes:
-        ranks_a, ranks_b: ranks that only one of the traces has.
         world_a, world_b: ranks of either job.
+        axes_a, axes_b: sizes of its parallel axes, where known.
+        ranks_a, ranks_b: ranks that only one of the traces has.
         groups_a, groups_b: names of process groups whose ranks only one of the traces has.
+        regrouped: groups of both that have other ranks, of jobs of different size; these count as
+            the same group where rows are compared.
         ranks: ranks of both whose graphs differ, ascending.
         resized: all_to_all that differ in size; they may, tokens go where they are sent.
         kinds, phases, groups: nodes and times by class, of ranks that both have; those that changed
@@ -86,10 +101,13 @@ class Difference:
 
     world_a: int
     world_b: int
+    axes_a: dict[str, int]
+    axes_b: dict[str, int]
     ranks_a: tuple[int, ...]
     ranks_b: tuple[int, ...]
     groups_a: tuple[str, ...]
     groups_b: tuple[str, ...]
+    regrouped: tuple[GroupDifference, ...]
     ranks: tuple[RankDifference, ...]
     resized: int
     kinds: tuple[ClassDifference, ...]
@@ -107,7 +125,8 @@ class Difference:
 def diff(a: Trace, b: Trace, *, progress: Callable[[int], None] | None = None) -> Difference:
     """Compare the graphs and times of two traces; either may lack times.
 
-    Process groups are the same if their ranks are, in order; names and numbers do not matter. A
+    Process groups are the same if their ranks are, in order; names and numbers do not matter. In
+    jobs of different size those of the same name and description are taken for the same, too. A
     size or data type that one of the traces does not know is no difference.
 
     Args:
@@ -135,10 +154,13 @@ def diff(a: Trace, b: Trace, *, progress: Callable[[int], None] | None = None) -
     return Difference(
         world_a=a.header.world_size,
         world_b=b.header.world_size,
+        axes_a=a.header.axes,
+        axes_b=b.header.axes,
         ranks_a=only[0],
         ranks_b=only[1],
         groups_a=groups.only(0),
         groups_b=groups.only(1),
+        regrouped=tuple(groups.regrouped),
         ranks=tuple(found),
         resized=resized,
         kinds=_by_class(shared, "kind"),
@@ -175,6 +197,31 @@ class _Groups:
                 self.numbers[1][group.id] = chosen[0][1]
             else:
                 self.numbers[1][group.id] = self._new(group)
+        self.regrouped: list[GroupDifference] = []
+        if a.world_size != b.world_size:
+            self._pair_by_name(a, b)
+
+    def _pair_by_name(self, a: TraceHeader, b: TraceHeader) -> None:
+        """Groups that only one has: the same if name and description are."""
+        taken = [set(numbers.values()) for numbers in self.numbers]
+        left = {
+            (group.name, group.desc): group
+            for group in a.groups
+            if self.numbers[0][group.id] not in taken[1]
+        }
+        for group in b.groups:
+            number = self.numbers[1][group.id]
+            if number in taken[0] or (group.name, group.desc) not in left:
+                continue
+            other = left.pop((group.name, group.desc))
+            paired = self.numbers[0][other.id]
+            called = self.names[paired]
+            if called != self.names[number]:  # they tell the ranks
+                says = group.desc not in ("", "undefined")
+                called = f"{group.desc} ({group.name})" if says else group.name
+            self.names[paired] = called
+            self.numbers[1][group.id] = paired
+            self.regrouped.append(GroupDifference(called, other.ranks, group.ranks))
 
     @staticmethod
     def _keys(header: TraceHeader) -> set[tuple[tuple[int, ...], str]]:
@@ -185,7 +232,7 @@ class _Groups:
         return len(self.names) - 1
 
     def only(self, side: int) -> tuple[str, ...]:
-        """Labels of the groups that only one of the traces has."""
+        """Names of the groups that only one of the traces has."""
         others = set(self.numbers[1 - side].values())
         return tuple(self.names[n] for n in self.numbers[side].values() if n not in others)
 

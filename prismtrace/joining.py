@@ -27,18 +27,18 @@ class ConcatReport:
     """What was joined. `linked` counts edges that were added from one piece to the next."""
 
     output: Path
-    pieces: int
     """The trace."""
-    ranks: tuple[int, ...]
+    pieces: int
     """Traces that were joined."""
-    steps: tuple[int, ...]
+    ranks: tuple[int, ...]
     """Ranks that have rows."""
-    nodes: int
+    steps: tuple[int, ...]
     """Numbers of the steps in the trace."""
-    groups: int
+    nodes: int
     """Rows of the trace."""
-    linked: int
+    groups: int
     """How many process groups it lists."""
+    linked: int
 
 
 def concat(traces: Sequence[Trace | PathLike], output: PathLike) -> ConcatReport:

@@ -47,8 +47,8 @@ __all__ = [
     "METADATA_KEY",
     "GroupTable",
     "PathLike",
-    "Trace",
     "Source",
+    "Trace",
     "node_schema",
     "open_trace",
     "read_header",
@@ -189,15 +189,15 @@ class Trace:
         return pl.concat([directional_edges(rows), sync_edges(rows)])
 
 
+Source = Trace | PathLike | Sequence[PathLike]
+"""A trace that is open, or where it is."""
+
 _EDGE_SCHEMA = {
     "src": pl.Int64,
     "dst": pl.Int64,
     "kind": pl.Enum([kind.value for kind in EdgeKind]),
     "lag_ns": pl.Int64,
 }
-Source = Trace | PathLike | Sequence[PathLike]
-"""A trace that is open, or where it is."""
-
 
 
 def directional_edges(rows: pl.DataFrame) -> pl.DataFrame:

@@ -284,7 +284,7 @@ class Coordinator:
     def standing(self) -> str:
         """Who waits for whom at the moment; empty when nobody does."""
         blocked = self._all_blocked()
-        return who_waits(blocked, self.ended) if blocked else ""
+        return who_waits(blocked, self.ended, self._going_on()) if blocked else ""
 
     def unreceived(self) -> int:
         """Messages that nobody has received."""
@@ -386,13 +386,19 @@ class Coordinator:
     def _all_blocked(self) -> list[Blocked]:
         return [as_blocked(question) for question in self._blocked()]
 
+    def _going_on(self) -> list[int]:
+        """Ranks that neither wait nor have ended."""
+        waiting = {question.rank for question in self._blocked()}
+        return [rank for rank in self._ranks if rank not in self.ended and rank not in waiting]
+
     def _refuse_lost(self, question: Question) -> None:
         """Tell at once when a rank waits for one that has ended."""
         if question.request is None or not self.ended:
             return
         gone = [rank for rank in question.request.instance.missing if rank in self.ended]
         if gone:
-            raise lost(as_blocked(question), gone, self._all_blocked(), self.ended)
+            blocked = self._all_blocked()
+            raise lost(as_blocked(question), gone, blocked, self.ended, self._going_on())
 
 
 def _other(request: Request) -> Request:

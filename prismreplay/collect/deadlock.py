@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from prismreplay.errors import DeadlockError
@@ -26,16 +26,27 @@ class Blocked:
     store: str = ""
     keys: tuple[str, ...] = ()
 
-    @property
-    def what(self) -> str:
-        """What it waits in, and for whom."""
+    def what(self, ended: Mapping[int, int], waiting: Collection[int]) -> str:
+        """What it waits in, and for whom, told apart by what these do."""
         if self.op is None:
             keys = ", ".join(repr(_bare(key)) for key in self.keys[:4])
             more = f" and {len(self.keys) - 4} more" if len(self.keys) > 4 else ""
             return f"store {self.store} until somebody sets {keys}{more}"
         if self.op.call.kind.is_p2p:
             return operation(self.op)  # names its partner
-        return f"{operation(self.op)} for {_ranks(self.missing)}"
+        return f"{operation(self.op)} for {_told_apart(self.missing, ended, waiting)}"
+
+
+def _told_apart(missing: Sequence[int], ended: Mapping[int, int], waiting: Collection[int]) -> str:
+    """`rank 2 (ended), ranks 0,5 (still running)`; only ranks, if all of them do the same."""
+    doing: dict[str, list[int]] = {"ended": [], "waiting elsewhere": [], "still running": []}
+    for rank in missing:
+        elsewhere = "waiting elsewhere" if rank in waiting else "still running"
+        doing["ended" if rank in ended else elsewhere].append(rank)
+    told = {what: ranks for what, ranks in doing.items() if ranks}
+    if len(told) < 2:
+        return _ranks(missing)
+    return ", ".join(f"{_ranks(ranks)} ({what})" for what, ranks in told.items())
 
 
 def operation(op: Op) -> str:
@@ -73,15 +84,19 @@ def describe(
 
 
 def lost(
-    waits: Blocked, gone: Sequence[int], blocked: Sequence[Blocked], ended: Mapping[int, int]
+    waits: Blocked,
+    gone: Sequence[int],
+    blocked: Sequence[Blocked],
+    ended: Mapping[int, int],
+    running: Sequence[int] = (),
 ) -> DeadlockError:
-    """A rank waits for one that has ended, whatever the others still do."""
+    """A rank waits for one that has ended, whatever those still `running` do."""
     op = "" if waits.op is None else operation(waits.op)
     at = f" at {waits.site}" if waits.site else ""
     return DeadlockError(
         f"rank {waits.rank} waits in {op}{at}, but the program of {_ranks(gone)} has ended "
         "without taking part",
-        report=who_waits(blocked, ended),
+        report=who_waits(blocked, ended, running),
         hint=_HINT,
     )
 
@@ -92,11 +107,14 @@ _HINT = (
 )
 
 
-def who_waits(blocked: Sequence[Blocked], ended: Mapping[int, int]) -> str:
-    """Who waits for whom, one line for all ranks that wait alike."""
+def who_waits(
+    blocked: Sequence[Blocked], ended: Mapping[int, int], running: Sequence[int] = ()
+) -> str:
+    """Who waits for whom, one line for all ranks that wait alike; who has ended, who goes on."""
+    waiting = {one.rank for one in blocked}
     alike: dict[tuple[str, str], list[int]] = {}
     for one in sorted(blocked, key=lambda one: one.rank):
-        ranks = alike.setdefault((one.what, one.site), [])
+        ranks = alike.setdefault((one.what(ended, waiting), one.site), [])
         if one.rank not in ranks:
             ranks.append(one.rank)
     lines = ["who waits for whom:"]
@@ -107,6 +125,9 @@ def who_waits(blocked: Sequence[Blocked], ended: Mapping[int, int]) -> str:
         lines.append(f"  ... and {len(alike) - MOST_LINES} more kinds of waits")
     if ended:
         lines.append(f"  the program of {_ranks(sorted(ended))} has ended")
+    if running:
+        verb = "is" if len(running) == 1 else "are"
+        lines.append(f"  {_ranks(running)} {verb} still running, and may come yet")
     return "\n".join(lines)
 
 

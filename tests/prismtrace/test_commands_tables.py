@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import prismtrace as pt
 from prismtrace import cli
+from prismtrace.schema import ProcessGroup
 from prismtrace.trace import Trace, write
 
 
@@ -51,6 +52,25 @@ def test_diff_shows_both_sides(make_trace: Any, tmp_path: Path) -> None:
     assert "ms A" not in done.stdout
 
 
+def test_diff_of_jobs_of_different_size(make_trace: Any, tmp_path: Path) -> None:
+    for name, world in (("a", 2), ("b", 4)):
+        group = ProcessGroup(id=0, name="0", desc="default_pg", ranks=tuple(range(world)))
+        row = {"kind": "barrier", "group": 0, "seq": 0}
+        rows = [{**row, "rank": rank} for rank in range(world)]
+        trace = make_trace(
+            *rows, kind="bare", world_size=world, groups=(group,), axes={"dp": world}
+        )
+        write(trace, tmp_path / f"{name}.parquet")
+    done = call("diff", tmp_path / "a.parquet", tmp_path / "b.parquet")
+    assert done.stdout.splitlines()[:4] == [
+        "the graphs differ",
+        "world of 2 ranks in A (dp 2), of 4 in B (dp 4)",
+        "only in B: ranks 2-3",
+        "group default_pg (0): ranks 0-1 in A, 0-3 in B",
+    ]
+    assert "another place of the job" not in done.stdout
+
+
 def test_diff_for_programs(path: Path, piece: Path) -> None:
     found = json.loads(call("diff", path, piece, "--json").stdout)
     assert (found["same"], found["ranks_a"], found["ranks"]) == (False, [1], [])
@@ -67,6 +87,21 @@ def test_query_prints(path: Path) -> None:
     assert call("query", path, sql, "--format", "csv").stdout == "kind,n\ncompute,3\nall_reduce,2\n"
     found = json.loads(call("query", path, sql, "--format", "json").stdout)
     assert found == [{"kind": "compute", "n": 3}, {"kind": "all_reduce", "n": 2}]
+
+
+def test_a_wide_row_is_printed_a_column_a_line(
+    make_trace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(make_trace({}, {}, extra={"note": "word " * 30}), tmp_path / "a.parquet")
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = call("query", tmp_path, "SELECT * FROM header").stdout.splitlines()
+    assert lines[:2] == ["kind        slice", "world_size  1"]
+    assert lines[-2].startswith(" " * 12 + "word")
+    assert max(map(len, lines)) <= 60
+    narrow = call("query", tmp_path, "SELECT kind, ranks FROM header").stdout.splitlines()
+    assert narrow == ["kind   ranks", "-----  -----", "slice  0"]
+    two = call("query", tmp_path, "SELECT * FROM nodes").stdout.splitlines()
+    assert len(two) == 4
 
 
 def test_query_shows_a_hundred_rows(make_trace: Any, tmp_path: Path) -> None:

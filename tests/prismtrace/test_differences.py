@@ -10,7 +10,7 @@ import pytest
 
 import prismtrace as pt
 from prismtrace import differences
-from prismtrace.differences import ClassDifference
+from prismtrace.differences import ClassDifference, GroupDifference
 from prismtrace.schema import ProcessGroup
 from prismtrace.trace import Trace
 
@@ -113,6 +113,24 @@ def test_ranks_and_groups_that_only_one_has(make_trace: Any) -> None:
     assert (found.groups_a, found.groups_b) == (("x",), ("z",))
     assert not found.same
     assert not pt.diff(make_trace({}, kind="bare"), make_trace({}, world_size=2)).same
+
+
+def test_groups_of_jobs_of_different_size_are_paired_by_name(make_trace: Any) -> None:
+    def trace(world: int, **groups: tuple[int, ...]) -> Trace:
+        listed = tuple(
+            ProcessGroup(id=n, name=name, ranks=ranks)
+            for n, (name, ranks) in enumerate(groups.items())
+        )
+        row = {"kind": "barrier", "group": 0, "seq": 0}
+        return make_trace(row, kind="bare", world_size=world, groups=listed)
+
+    a = trace(2, all=(0, 1), one=(0,), tp=(0, 1))
+    b = trace(4, all=(0, 1, 2, 3), eins=(0,), dp=(0, 2))
+    found = pt.diff(a, b)
+    assert found.regrouped == (GroupDifference("all", (0, 1), (0, 1, 2, 3)),)
+    assert (found.groups_a, found.groups_b) == (("tp",), ("dp",))
+    assert (found.ranks, found.same) == ((), False)
+    assert pt.diff(a, trace(2, all=(1, 0), one=(0,), tp=(0, 1))).regrouped == ()
 
 
 def test_groups_are_the_same_if_their_ranks_are(make_trace: Any) -> None:

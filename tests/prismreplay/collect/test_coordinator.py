@@ -197,7 +197,7 @@ def test_ranks_that_wait_for_each_other_are_told_at_once() -> None:
 
     with pytest.raises(DeadlockError, match="2 ranks blocked; they wait for each other") as caught:
         Table([program] * 2, slots=2).play()
-    assert "rank 0 waits in recv 0 from rank 1 in group '0'  at job.py:1" in caught.value.report
+    assert "rank 0 waits in recv 0 from rank 1 in group [0-1]  at job.py:1" in caught.value.report
     assert "rank 1 waits in recv 0 from rank 0" in caught.value.report
 
 
@@ -213,6 +213,29 @@ def test_waiting_for_a_rank_that_has_ended_is_told_although_others_go_on() -> No
         Table([member, member, gone], slots=3).play()
     assert "ranks 0-1 wait in all_reduce 0 of group '0' for rank 2" in caught.value.report
     assert "the program of rank 2 has ended" in caught.value.report
+
+
+def test_ranks_that_may_come_yet_are_told_from_those_that_have_ended() -> None:
+    def waits(me: Rank) -> Any:
+        yield
+        yield from me.wait(me.all_reduce(1))
+
+    def elsewhere(me: Rank) -> Any:
+        yield
+        yield from me.store("get", "default|never", 1800.0)
+
+    def gone(_: Rank) -> Any:
+        yield
+
+    with pytest.raises(DeadlockError) as caught:
+        Table([waits, elsewhere, gone, waits, waits], slots=1).play()
+    others = "rank 2 (ended), rank 1 (waiting elsewhere), ranks 3-4 (still running)"
+    assert caught.value.report.splitlines()[1:] == [
+        f"  rank 0 waits in all_reduce 0 of group [0-4] for {others}  at job.py:1",
+        "  rank 1 waits in store get until somebody sets 'never'  at job.py:9",
+        "  the program of rank 2 has ended",
+        "  ranks 3-4 are still running, and may come yet",
+    ]
 
 
 def test_a_key_that_nobody_sets() -> None:
