@@ -93,7 +93,7 @@ def comm_bench(
     spec = replace(spec, computing=beside_computation)
     ranks = nproc or (None if is_launched() else _usual_ranks(spec))
     try:
-        with console.progress("measuring communications"):
+        with console.progress("measuring communications", lines=ranks is not None):
             report = bench_communications(spec, output, ranks=ranks)
     except RankFailedError as error:
         if error.report:

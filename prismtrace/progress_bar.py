@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -12,10 +13,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-__all__ = ["Progress", "progress"]
+__all__ = ["WITHIN", "Progress", "progress"]
 
+WITHIN = "PRISMTRACE_WITHIN"
+"""Environment variable: the name of a command that runs this one, and says when it begins and ends."""
 
-_LINES_SECONDS = 10.0
+_LINES_SECONDS = 30.0
 
 
 class Progress:
@@ -54,10 +57,18 @@ def progress(
     """Show a progress bar on stderr while the block runs; silent when it is no terminal.
 
     `total` counts items or bytes (`unit`); None means unknown, shown as a moving bar. With `lines`,
-    for what takes minutes, new descriptions are printed instead, one every ten seconds at most.
+    for what takes minutes, a line is printed instead at the beginning, with the newest description
+    every half a minute at most, and at the end, unless it fails.
     """
     if not sys.stderr.isatty():
+        told = lines and WITHIN not in os.environ
+        begun = time.monotonic()
+        if told:
+            print(f"{description} ...", file=sys.stderr, flush=True)
         yield Progress(lines=lines)
+        if told:
+            seconds = time.monotonic() - begun
+            print(f"{description}: done in {seconds:.1f} s", file=sys.stderr, flush=True)
         return
     from rich.console import Console
     from rich.markup import escape

@@ -27,6 +27,7 @@ from prismreplay.digests import file_digest, texts_digest
 from prismreplay.errors import ReplayError
 from prismtrace import __version__
 from prismtrace.output import atomic_output
+from prismtrace.progress_bar import WITHIN
 
 __all__ = ["Note", "Stage", "StageError", "inputs_digest", "kept_note", "run_stage"]
 
@@ -172,7 +173,10 @@ def _call(stage: Stage) -> str:
     # Polars makes system calls go on after Ctrl-C: waiting for the stage would, too.
     signal.siginterrupt(signal.SIGINT, True)
     call = [sys.executable, "-P", "-c", _CALL.format(f"{command}.cli"), _ROOT, *words]
-    with subprocess.Popen(call, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:  # noqa: S603  our own command
+    env = {**os.environ, WITHIN: "emulate"}
+    with subprocess.Popen(  # noqa: S603  our own command
+        call, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=env
+    ) as process:
         try:
             printed, _ = process.communicate()
         except BaseException:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -168,15 +169,30 @@ def test_progress_is_silent_without_a_terminal(program):
 
 
 def test_what_takes_long_prints_lines_without_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("prismtrace.progress_bar._LINES_SECONDS", 0.0)
-    with console.progress("slicing") as bar:
-        bar.describe("silent")
-    with console.progress("slicing", lines=True) as bar:
-        bar.describe("slicing: slice 0")
-        monkeypatch.setattr("prismtrace.progress_bar._LINES_SECONDS", 1e6)
-        bar.describe("slicing: slice 1")
-        bar.advance()
-    assert capsys.readouterr() == ("", "slicing: slice 0\n")
+    def work(lines):
+        monkeypatch.setattr("prismtrace.progress_bar._LINES_SECONDS", 0.0)
+        with console.progress("slicing", lines=lines) as bar:
+            bar.describe("slicing: slice 0")
+            monkeypatch.setattr("prismtrace.progress_bar._LINES_SECONDS", 1e6)
+            bar.describe("slicing: slice 1")
+            bar.advance()
+        return capsys.readouterr()
+
+    assert work(lines=False) == ("", "")
+    out, err = work(lines=True)
+    assert re.sub(r"[\d.]+ s$", "0 s", err, flags=re.MULTILINE) == (
+        "slicing ...\nslicing: slice 0\nslicing: done in 0 s\n"
+    )
+    assert out == ""
+    # The command that runs this one says when it begins and ends.
+    monkeypatch.setenv("PRISMTRACE_WITHIN", "emulate")
+    assert work(lines=True) == ("", "slicing: slice 0\n")
+
+
+def test_what_fails_is_not_told_as_done(capsys):
+    with pytest.raises(ValueError, match="no"), console.progress("slicing", lines=True):
+        raise ValueError("no")
+    assert capsys.readouterr().err == "slicing ...\n"
 
 
 def test_progress_shows_on_a_terminal_and_stays_off_stdout(program):
