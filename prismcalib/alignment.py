@@ -25,6 +25,7 @@ from prismcalib.errors import ClockError
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.grouped import group_max, group_min
 from prismcalib.rows import FARTHEST_NS
+from prismtrace.group_names import group_labels
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import ROOTED_KINDS, ClockDomain, Kind, TraceHeader
 
@@ -273,8 +274,8 @@ def _worst_group(
     if found is None:
         return None
     group, median_ns, count = found
-    name = next(one.name for one in header.groups if one.id == group)
-    return f"{median_ns / 1e6:.3f} ms apart (median of {count} in group {name})"
+    label = group_labels(header.groups)[group]
+    return f"{median_ns / 1e6:.3f} ms apart (median of {count} in group {label})"
 
 
 def _refuse(

@@ -23,6 +23,7 @@ from prismcalib.rows import ABSENT, COLUMNS, Rows, UInt8Array, rows_of
 from prismcalib.step_times import laid_out
 from prismcalib.steps import StepModel
 from prismcalib.waiting import SEND_BYTES, WaitRules, apply_wait_rules, waiting_rows
+from prismtrace.group_names import group_labels
 from prismtrace.schema import TraceKind
 from prismtrace.trace import Trace
 
@@ -155,7 +156,7 @@ def table_of(layout: Layout, columns: list[str]) -> pl.DataFrame:
 
 def _labels(layout: Layout) -> Callable[[int], str]:
     """Names rows in error texts; reads them only then."""
-    names = {group.id: group.name for group in layout.trace.header.groups}
+    names = group_labels(layout.trace.header.groups)
 
     def label(row: int) -> str:
         found = layout.rows_at(np.array([row], np.int32))

@@ -19,6 +19,7 @@ from prismcalib.lists import lists_like, lists_of
 from prismcalib.memory import require_memory
 from prismcalib.rows import absent_text, groups_lacking, in_order, ranks_text
 from prismcalib.waiting import WaitRules, apply_wait_rules, waiting_rows
+from prismtrace.group_names import group_labels
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import P2P_KINDS, TraceHeader, TraceKind
 from prismtrace.trace import Trace, instance_columns, node_ids
@@ -167,7 +168,7 @@ def structure_graph(rows: pl.DataFrame, header: TraceHeader) -> Graph:
         group = unknown["group"][0]
         rank, index = rows.filter(pl.col("group") == group).select("rank", "index").row(0)
         raise MergeInputError(
-            f"a communication names process group {group}, which the header does not list",
+            f"a communication names a group of id {group}, which the header does not list",
             where=f"rank={rank} index={index}",
             hint=_CHECK_HINT,
         )
@@ -188,12 +189,12 @@ def structure_graph(rows: pl.DataFrame, header: TraceHeader) -> Graph:
 
 def row_labels(rows: pl.DataFrame, header: TraceHeader) -> Callable[[int], str]:
     """Names rows in error texts: `rank 3 index 12 all_reduce "name" group=tp_0 seq=5`."""
-    names = {group.id: group.name for group in header.groups}
+    names = group_labels(header.groups)
     return lambda row: node_text(rows.row(row, named=True), names)
 
 
 def node_text(node: dict[str, Any], groups: dict[int, str]) -> str:
-    """A node in error texts, from its columns and the names of all groups by id."""
+    """A node in error texts, from its columns and the labels of all groups by id."""
     text = f"rank {node['rank']} index {node['index']} {node['kind']}"
     if node["name"]:
         text += f' "{node["name"][:60]}"'
@@ -292,13 +293,14 @@ def require_all_members(graph: Graph, rows: pl.DataFrame, header: TraceHeader) -
     found = np.flatnonzero(graph.instance == short[0])
     node = rows.row(int(found[0]), named=True)
     group = next(group for group in header.groups if group.id == node["group"])
+    called = group_labels(header.groups)[group.id]
     pair = node["kind"] in ("send", "recv")
     wanted = {node["rank"], node["peer"]} if pair else set(group.ranks)
     absent = sorted(wanted - set(rows["rank"].gather(found)))
     more = f"; {len(short) - 1} more operations lack members" if len(short) > 1 else ""
     raise MissingMemberError(
         f"{node['kind']} seen on {len(found)} of {graph.instance_size[short[0]]} ranks{more}",
-        where=f"group={group.name} seq={node['seq']} missing ranks={format_ranks(absent)}",
+        where=f"group={called} seq={node['seq']} missing ranks={format_ranks(absent)}",
         hint="these ranks were recorded over a shorter window: "
         "record all ranks over the same steps",
         instance=int(short[0]),

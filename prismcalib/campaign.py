@@ -10,6 +10,7 @@ from typing import Literal
 
 from prismcalib.errors import CoverageError, MergeInputError
 from prismcalib.rows import absent_text, groups_lacking, ranks_text
+from prismtrace.group_names import group_label
 from prismtrace.schema import TraceHeader, TraceKind
 from prismtrace.trace import PathLike, Trace, open_trace, read_headers, trace_files
 
@@ -179,7 +180,8 @@ def _require_same_job(
         known = {group.id: group for group in first.groups}
         named = [group for group in other.groups if known.get(group.id) != group]
         lost = set(known) - {group.id for group in other.groups}
-        name = named[0].name if named else known[min(lost)].name if lost else "in other order"
+        odd = named[:1] or [known[number] for number in sorted(lost)[:1]]
+        name = group_label(odd[0].name, odd[0].desc, odd[0].ranks) if odd else "in other order"
         problem = f"other process groups (first: {name})"
     if problem is not None:
         raise MergeInputError(

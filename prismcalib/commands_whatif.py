@@ -127,8 +127,9 @@ def what_if(
     """How long would a step take if some operations were faster, or gone? Changes no file.
 
     PREDICATE is a condition on the columns of the trace, as in SQL: kind, rank, name, phase,
-    step, microbatch, bytes, peer, group_name, group_size and more (`prismtrace schema node`).
-    Durations of communications are their transfers; waiting follows from the rest.
+    step, microbatch, bytes, peer, group_name, group_label (what tables call the group),
+    group_size and more (`prismtrace schema node`). Durations of communications are their
+    transfers; waiting follows from the rest.
 
     Example: prismcalib what-if aligned.parquet --scale 'kind == "all_reduce" and rank < 8' 0.5
     """

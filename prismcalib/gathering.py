@@ -30,6 +30,7 @@ from prismcalib.slice_options import SliceOptions
 from prismcalib.steady import step_views
 from prismcalib.structure import renamed, require_same_structure
 from prismcalib.waiting import waiting_rows
+from prismtrace.group_names import group_labels
 from prismtrace.reading import reading
 from prismtrace.schema import INDEX_BITS, TraceHeader, TransferSource
 from prismtrace.trace import Trace, scan_nodes
@@ -273,7 +274,7 @@ class Gathering:
         index = row - self.assembly.base[rank]
         piece = self._piece_of[rank]
         table = piece.read([rank]).filter((pl.col("rank") == rank) & (pl.col("index") == index))
-        names = {group.id: group.name for group in self.campaign.header.groups}
+        names = group_labels(self.campaign.header.groups)
         source = f" ({piece.path.name})" if piece.path else ""
         return node_text(table.row(0, named=True), names) + source
 

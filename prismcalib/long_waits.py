@@ -11,6 +11,7 @@ import polars as pl
 
 from prismcalib.computing import covered_ns
 from prismcalib.paths import calibrated_trace
+from prismtrace.group_names import group_labels
 from prismtrace.reading import reading
 from prismtrace.schema import LOCAL_KINDS
 from prismtrace.trace import Trace, instance_columns
@@ -28,7 +29,7 @@ class LongWait:
     Attributes:
         rank: who waited longest, of several equals the lowest.
         wait_ns: how long; it may have computed beside.
-        step, phase, kind, group, seq: of the communication on that rank; `group` is its name.
+        step, phase, kind, group, seq: of the communication on that rank; `group` is its label.
         waiting: how many members waited.
         all_wait_ns: waiting of all members.
         last: the rank that arrived last, for which they waited.
@@ -74,7 +75,7 @@ def longest_waits(
         MergeInputError: the trace is not calibrated.
     """
     trace = calibrated_trace(source)
-    names = {group.id: group.name for group in trace.header.groups}
+    names = group_labels(trace.header.groups)
     with reading(trace.paths):
         found = _instances(trace.nodes, limit)
         own = _rows_of(trace.nodes, found["last"].unique().to_list())

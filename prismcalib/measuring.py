@@ -31,6 +31,7 @@ from prismcalib.instances import Members, members_of, number
 from prismcalib.rows import ABSENT, COLUMNS, KINDS, Rows, check_times, ranks_text, rows_of
 from prismcalib.steady import chain_steps
 from prismcalib.step_times import steps_of
+from prismtrace.group_names import group_labels
 from prismtrace.reading import reading
 from prismtrace.schema import ROOTED_KINDS, Kind, TraceHeader, TransferSource
 from prismtrace.trace import scan_nodes
@@ -367,9 +368,10 @@ def _check_ends(
     found = worst_group(spreads, group[several], clocks.max_residual_ns)
     if found is not None:
         worst, median_ns, count = found
+        called = group_labels(header.groups)[header.groups[worst].id]
         raise ClockError(
             f"ends of the same operation lie {median_ns / 1e6:.3f} ms apart (median of {count} in "
-            f"group {header.groups[worst].name}), more than the "
+            f"group {called}), more than the "
             f"{clocks.max_residual_ns / 1e6:.3f} ms allowed",
             where=where,
             hint="the clocks of this slice's ranks differ; name one clock domain per host in its "

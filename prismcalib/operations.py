@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 
 from prismcalib.blocks import Layout, is_large
+from prismtrace.group_names import group_family
 from prismtrace.schema import LOCAL_KINDS, TraceHeader, TraceKind
 from prismtrace.trace import Trace
 
@@ -37,11 +38,7 @@ def place_in_step() -> pl.Expr:
 
 def group_families(header: TraceHeader) -> dict[int, str]:
     """What groups are called without their number: tp_3 and tp_4 are both tp."""
-    names = {}
-    for group in header.groups:
-        family = group.name.rstrip("0123456789").rstrip("_-. ")
-        names[group.id] = family or group.desc or f"groups of {len(group.ranks)}"
-    return names
+    return {group.id: group_family(group) for group in header.groups}
 
 
 def operations(trace: Trace) -> pl.DataFrame:

@@ -21,6 +21,7 @@ from prismcalib.rows import ranks_text
 from prismcalib.stall import missing_member_error
 from prismcalib.waiting import waiting_rows
 from prismcalib.wording import merge_first
+from prismtrace.group_names import group_labels
 from prismtrace.schema import LOCAL_KINDS, TraceHeader, TraceKind
 from prismtrace.trace import Trace, open_trace
 
@@ -57,7 +58,7 @@ class CriticalPath:
         unmatched_ns: communication whose partners were not recorded, waiting included.
         gap_ns: idle time on the path (launch gaps, host delays).
         hops: how often the path changes ranks.
-        segments: id, rank, index, stream, kind, name, group (its name), seq, step, phase,
+        segments: id, rank, index, stream, kind, name, group (its label), seq, step, phase,
             transfer_source, start_ns, busy_ns, inner_idle_ns (part of busy_ns), gap_ns (before
             the segment); in time order.
     """
@@ -158,11 +159,12 @@ def require_partners(trace: Trace) -> None:
     present = {*header.ranks, *(header.symmetry or ())}
     if len(present) == header.world_size:
         return
+    labels = group_labels(header.groups)
     for group in header.groups:
         absent = set(group.ranks) - present
         if absent and len(absent) < len(group.ranks):
             raise CoverageError(
-                f"ranks {ranks_text(absent)} of group {group.name} are not in the trace, and "
+                f"ranks {ranks_text(absent)} of group {labels[group.id]} are not in the trace, and "
                 "its other ranks wait for them",
                 where=", ".join(str(path) for path in trace.paths[:3]) or "trace",
                 hint="ask about the whole trace: what the others wait for is in all ranks",
@@ -271,7 +273,7 @@ def _describe(rows: pl.DataFrame, header: TraceHeader, busy_ns: Int64Array) -> p
 
     Where `busy_ns` is not the duration in the trace (what-if), idle time inside is scaled.
     """
-    names = {group.id: group.name for group in header.groups}
+    names = group_labels(header.groups)
     columns = ["id", "rank", "index", "stream", "kind", "name", "group", "seq", "step", "phase"]
     idle, busy = inner_idle(rows.columns), pl.Series(busy_ns)
     scaled = (idle * (busy / pl.col("dur_ns").clip(lower_bound=1))).round().cast(pl.Int64)

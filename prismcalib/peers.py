@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from prismcalib.blocks import Tables
 from prismcalib.graph import Int64Array
-from prismcalib.places import group_family
+from prismtrace.group_names import group_family
 from prismtrace.schema import LOCAL_KINDS, P2P_KINDS, TraceHeader
 
 _LOCAL = pl.col("kind").cast(pl.String).is_in([member.value for member in LOCAL_KINDS])

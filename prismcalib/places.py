@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from prismcalib.graph import Int64Array
-from prismtrace.schema import ProcessGroup, TraceHeader
+from prismtrace.schema import TraceHeader
 
-__all__ = ["Places", "group_family", "rank_places"]
+__all__ = ["Places", "rank_places"]
 
 _PIPELINE = re.compile(r"(?:^|[^a-z])pp(?:[^a-z]|$)|pipeline")
 _DATA = re.compile(r"(?:^|[^a-z])dp(?:[^a-z]|$)|data[ _-]?parallel")
@@ -57,8 +57,3 @@ def _positions(
         if wanted.search(text) and not (unwanted and unwanted.search(text)):
             position[list(group.ranks)] = np.arange(len(group.ranks))
     return position
-
-
-def group_family(group: ProcessGroup) -> str:
-    """What a group is one of many of: `dp_3` and `dp_4` are of the family `dp`."""
-    return re.sub(r"[\d_.:#-]*\d+$", "", group.name) or group.desc or "group"

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from prismcalib.errors import PredicateError
 from prismcalib.graph import Int32Array
+from prismtrace.group_names import group_labels
 from prismtrace.schema import TraceHeader
 
 __all__ = ["Predicate", "RowPicker"]
@@ -41,7 +42,8 @@ class RowPicker:
 
     Attributes:
         rows: the node table.
-        header: names the groups: the columns `group_name` and `group_size` come from it.
+        header: names the groups: the columns `group_name`, `group_label` and `group_size` come
+            from it.
     """
 
     rows: pl.DataFrame
@@ -51,7 +53,7 @@ class RowPicker:
     def columns(self) -> list[str]:
         """What a predicate may name."""
         own = [name for name in self.rows.columns if name not in _LISTS]
-        return [*own, "group_name", "group_size"]
+        return [*own, "group_name", "group_label", "group_size"]
 
     def pick(self, where: Predicate) -> NDArray[np.bool_]:
         """bool[n], true for the rows that fulfil the predicate (null counts as false).
@@ -159,6 +161,9 @@ class RowPicker:
         if name == "group_name":
             names = {group.id: group.name for group in groups}
             found = self.rows["group"].replace_strict(names, default=None, return_dtype=pl.String)
+        elif name == "group_label":
+            labels = group_labels(groups)
+            found = self.rows["group"].replace_strict(labels, default=None, return_dtype=pl.String)
         elif name == "group_size":
             sizes = {group.id: len(group.ranks) for group in groups}
             found = self.rows["group"].replace_strict(sizes, default=None, return_dtype=pl.Int64)
@@ -182,7 +187,7 @@ class RowPicker:
 
     def _column_with(self, text: str) -> str | None:
         """A column in which the text is a value."""
-        texts = ("kind", "phase", "group_name", "dtype", "reduce_op", "name")
+        texts = ("kind", "phase", "group_name", "group_label", "dtype", "reduce_op", "name")
         for column in texts:
             if (
                 column in self.columns

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from prismcalib.errors import MergeInputError
 from prismcalib.graph import Int32Array, Int64Array
 from prismtrace.beside import chosen_rows
+from prismtrace.group_names import group_labels
 from prismtrace.ranks import format_ranks
 from prismtrace.reading import reading
 from prismtrace.schema import P2P_KINDS, Kind, TraceHeader
@@ -152,7 +153,8 @@ class Rows:
         """A row in error texts: `rank 3 index 12 all_reduce group=tp_0 seq=5 bytes=64`."""
         text = f"rank {self.rank[row]} index {self.index[row]} {KINDS[self.kind[row]]}"
         if self.group[row] >= 0:
-            text += f" group={header.groups[self.group[row]].name}"
+            labels = group_labels(header.groups)
+            text += f" group={labels[header.groups[self.group[row]].id]}"
         for name in ("seq", "peer", "bytes"):
             value = getattr(self, name)[row]
             if value >= 0:
@@ -345,7 +347,7 @@ def _group_positions(table: pl.DataFrame, header: TraceHeader, where: str) -> In
         bad = int(unknown.argmax())
         rank, index = table.select("rank", "index").row(bad)
         raise MergeInputError(
-            f"a communication names process group {given[bad]}, which the header does not list",
+            f"a communication names a group of id {given[bad]}, which the header does not list",
             where=f"{where} rank={rank} index={index}",
             hint=_CHECK_HINT,
         )
@@ -403,6 +405,7 @@ def absent_text(present: Iterable[int], world_size: int) -> str:
 
 
 def groups_lacking(present: set[int], header: TraceHeader) -> str:
-    """Names of the groups with ranks that are not present, for people; at most five."""
-    groups = [group.name for group in header.groups if not set(group.ranks) <= present]
+    """Labels of the groups with ranks that are not present, for people; at most five."""
+    labels = group_labels(header.groups)
+    groups = [labels[group.id] for group in header.groups if not set(group.ranks) <= present]
     return ", ".join(groups[:5]) + (f" and {len(groups) - 5} more" if len(groups) > 5 else "")

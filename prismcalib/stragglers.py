@@ -36,6 +36,7 @@ from prismcalib.propagation import Engine
 from prismcalib.stages import job_places
 from prismcalib.timelines import Timeline, labelled
 from prismcalib.wording import RankNames, merge_first
+from prismtrace.group_names import group_labels
 from prismtrace.schema import TraceHeader, TraceKind
 from prismtrace.trace import Trace, open_trace
 
@@ -262,7 +263,7 @@ def _labels(
         number = {group.id: position for position, group in enumerate(header.groups)}
         label = pl.col("group").replace_strict(number, default=-1, return_dtype=pl.Int32)
         column = label.fill_null(-1).alias("label")
-        return [group.name for group in header.groups], labelled(nodes, column)
+        return list(group_labels(header.groups).values()), labelled(nodes, column)
     if by == "kind":
         return _kind_labels(nodes, header)
     rank = labelled(nodes, pl.col("rank").alias("label"))

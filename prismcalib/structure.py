@@ -11,6 +11,7 @@ import numpy as np
 from prismcalib.errors import CoverageError, StructureError
 from prismcalib.rows import KINDS, Rows, ranks_text, read_rows
 from prismtrace.differences import STRUCTURE
+from prismtrace.group_names import group_labels
 from prismtrace.schema import P2P_KINDS, Kind, TraceHeader
 from prismtrace.trace import Trace
 
@@ -179,4 +180,5 @@ def matching_groups(old: int, new: int, header: TraceHeader) -> dict[int, int]:
 
 
 def _names(positions: Sequence[int], header: TraceHeader) -> str:
-    return ", ".join(header.groups[at].name for at in positions) or "none"
+    labels = group_labels(header.groups)
+    return ", ".join(labels[header.groups[at].id] for at in positions) or "none"

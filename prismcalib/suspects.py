@@ -28,8 +28,9 @@ from prismcalib.blocks import Tables
 from prismcalib.computing import computing_times, longer_than_others, others_median
 from prismcalib.graph import Int32Array, Int64Array
 from prismcalib.peers import Peers, operation_sorts
-from prismcalib.places import Places, group_family
+from prismcalib.places import Places
 from prismcalib.wording import RankNames, parts_of_spans, percent_text
+from prismtrace.group_names import group_family, group_labels
 from prismtrace.schema import LOCAL_KINDS, Kind, TraceHeader
 
 __all__ = ["Durations", "Suspect", "slow_groups", "slow_ranks_and_stages"]
@@ -295,7 +296,7 @@ def _sequence_suspects(units: pl.DataFrame, work: _Work, actual: Int64Array) -> 
 
 def slow_groups(nodes: Tables, header: TraceHeader, actual: Int64Array) -> Iterator[Suspect]:
     """Of communication; for arguments see `prismcalib.causes.find_causes`."""
-    names = {group.id: group.name for group in header.groups}
+    names = group_labels(header.groups)
     row, code, classes = _transfer_classes(nodes, header)
     if not len(row):
         return

@@ -172,7 +172,7 @@ def _last_lines(last: Iterable[LastCommunication]) -> Iterator[str]:
         if one.kind is not None:
             number = "" if one.seq is None else f" {one.seq}"
             peer = "" if one.peer is None else f" (rank {one.peer})"
-            where = f"{one.kind}{number}{peer} of group {one.group!r}"
+            where = f"{one.kind}{number}{peer} of group {one.group}"
             where += ", ended" if one.ended else ", did not end"
         where += "; its program came to its end" if one.finished else ""
         alike.setdefault(where, []).append(one.rank)

@@ -13,8 +13,9 @@ from typing import Any
 import polars as pl
 
 from prismtrace.blocks import BLOCK_ROWS
+from prismtrace.group_names import group_labels
 from prismtrace.reading import reading
-from prismtrace.schema import Kind, ProcessGroup, TraceHeader
+from prismtrace.schema import Kind, TraceHeader
 from prismtrace.trace import Trace
 
 __all__ = ["STRUCTURE", "ClassDifference", "Difference", "RankDifference", "diff"]
@@ -89,7 +90,7 @@ class Difference:
         world_a, world_b: ranks of either job.
         axes_a, axes_b: sizes of its parallel axes, where known.
         ranks_a, ranks_b: ranks that only one of the traces has.
-        groups_a, groups_b: names of process groups whose ranks only one of the traces has.
+        groups_a, groups_b: labels of process groups whose ranks only one of the traces has.
         regrouped: groups of both that have other ranks, of jobs of different size; these count as
             the same group where rows are compared.
         ranks: ranks of both whose graphs differ, ascending.
@@ -183,8 +184,9 @@ class _Groups:
         self.names: list[str] = []
         self.numbers: tuple[dict[int, int], dict[int, int]] = ({}, {})
         free: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+        labels = [group_labels(header.groups) for header in (a, b)]
         for group in a.groups:
-            number = self._new(group)
+            number = self._new(labels[0][group.id])
             self.numbers[0][group.id] = number
             free.setdefault(group.ranks, []).append((group.name, number))
         named = {group.name for group in b.groups}
@@ -196,7 +198,7 @@ class _Groups:
                 left.remove(chosen[0])
                 self.numbers[1][group.id] = chosen[0][1]
             else:
-                self.numbers[1][group.id] = self._new(group)
+                self.numbers[1][group.id] = self._new(labels[1][group.id])
         self.regrouped: list[GroupDifference] = []
         if a.world_size != b.world_size:
             self._pair_by_name(a, b)
@@ -227,8 +229,8 @@ class _Groups:
     def _keys(header: TraceHeader) -> set[tuple[tuple[int, ...], str]]:
         return {(group.ranks, group.name) for group in header.groups}
 
-    def _new(self, group: ProcessGroup) -> int:
-        self.names.append(group.name)
+    def _new(self, label: str) -> int:
+        self.names.append(label)
         return len(self.names) - 1
 
     def only(self, side: int) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import polars as pl
 
 from prismtrace.blocks import INSTANCE_KEY, instance_blocks
 from prismtrace.errors import JoinError
+from prismtrace.group_names import group_labels
 from prismtrace.output import refuse_inputs
 from prismtrace.rank_blocks import joined_ranks
 from prismtrace.ranks import format_ranks
@@ -185,10 +186,11 @@ def _require_agreement(joined: Trace, paths: Sequence[Path]) -> None:
         wrong = wrong.filter(pl.col("twice") | (~p2p & (pl.col("kinds") > 1)))
         if wrong.height:
             worst = wrong.sort(*INSTANCE_KEY).row(0, named=True)
+            group = group_labels(joined.header.groups).get(worst["group"], worst["group"])
             raise JoinError(
                 "the same communication is not the same in all pieces: they are of different "
                 "jobs or stretches of time",
-                where=f"{', '.join(map(str, paths[:2]))} group={worst['group']} "
+                where=f"{', '.join(map(str, paths[:2]))} group={group} "
                 f"seq={worst['seq']} rank={worst['rank']}",
                 hint="convert all profiler files in one call: it matches ranks with each other",
             )

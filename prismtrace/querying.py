@@ -1,7 +1,7 @@
 """Questions about a trace in SQL, answered by Polars.
 
 The tables are `nodes` (the node table, columns of enums and categories as text), `groups` (id,
-name, desc, size, ranks) and `header` (one row).
+name, desc, label, size, ranks) and `header` (one row).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prismtrace.errors import RankError
+from prismtrace.group_names import group_label
 from prismtrace.schema import LOCAL_KINDS, P2P_KINDS
 from prismtrace.spool import TAG
 
@@ -31,7 +32,7 @@ class LastCommunication:
     Attributes:
         rank: the rank.
         kind: of the communication; None if it issued none.
-        group: name of its process group.
+        group: label of its process group.
         seq: its number within the group; None for sends and receives.
         peer: the other side of a send or receive, or the root.
         ended: whether it ended on this rank.
@@ -98,7 +99,10 @@ class RecordedJob:
         if not spool.ended or "failed" in spool.facts:
             self.cut.add(rank)
             self.counts["cut-rank"] += 1
-        names = {number: key[1] for number, key in self._groups[rank].items()}
+        names = {
+            number: group_label(key[1], self._descs.get(key, ""), key[0])
+            for number, key in self._groups[rank].items()
+        }
         self.last[rank] = _last_of(rank, frame, names, finished=rank not in self.cut)
         return frame
 

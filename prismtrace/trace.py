@@ -26,6 +26,7 @@ from prismtrace.errors import (
     InputFileError,
     ValidationError,
 )
+from prismtrace.group_names import group_labels
 from prismtrace.headers import METADATA_KEY, PathLike, read_header, read_headers, trace_files
 from prismtrace.output import atomic_output
 from prismtrace.ranks import format_ranks, name_ranks, parse_ranks
@@ -105,13 +106,17 @@ class GroupTable:
 
     @property
     def df(self) -> pl.DataFrame:
-        """Columns id, name, desc, size, ranks (List(Int64), in group-rank order)."""
-        groups = self.header.groups
+        """Columns id, name, desc, label, size, ranks (List(Int64), in group-rank order).
+
+        `label` is what tables and messages call it (`prismtrace.group_names`).
+        """
+        groups, labels = self.header.groups, group_labels(self.header.groups)
         return pl.DataFrame(
             {
                 "id": [group.id for group in groups],
                 "name": [group.name for group in groups],
                 "desc": [group.desc for group in groups],
+                "label": [labels[group.id] for group in groups],
                 "size": [len(group.ranks) for group in groups],
                 "ranks": [list(group.ranks) for group in groups],
             },
@@ -119,6 +124,7 @@ class GroupTable:
                 "id": pl.Int32,
                 "name": pl.String,
                 "desc": pl.String,
+                "label": pl.String,
                 "size": pl.Int32,
                 "ranks": pl.List(pl.Int64),
             },

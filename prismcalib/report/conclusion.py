@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import polars as pl
 
 from prismcalib.paths import CriticalPath
-from prismcalib.places import group_family
 from prismcalib.report.scan import LOCAL
 from prismcalib.report.tables import Pipeline
 from prismcalib.wording import RankNames, percent_text, start_text
+from prismtrace.group_names import group_family, group_labels
 from prismtrace.schema import TraceHeader
 
 __all__ = ["Conclusion", "conclude"]
@@ -90,7 +90,8 @@ def _idle_sentence(
 
 
 def _transfer_sentence(path: CriticalPath, header: TraceHeader) -> str:
-    families = {group.name: group_family(group) for group in header.groups}
+    labels = group_labels(header.groups)
+    families = {labels[group.id]: group_family(group) for group in header.groups}
     family = pl.col("group").replace_strict(families, default=None, return_dtype=pl.String)
     moved = (
         path.segments.filter(~pl.col("kind").is_in(LOCAL))

@@ -68,9 +68,9 @@ class RunSummary:
         traffic: communication per family of groups and kind: family, kind, groups, operations,
             unmatched, wait_ns and transfer_ns (means per member), bytes (mean per member),
             wait_share (of its members' time).
-        groups: group (name), ranks, members, operations, wait_ns, transfer_ns (means per member),
-            total_wait_ns, last_rank and last_share (which rank arrives last most often; null for
-            send and recv), largest total wait first.
+        groups: group, name (its label), ranks, members, operations, wait_ns, transfer_ns (means
+            per member), total_wait_ns, last_rank and last_share (which rank arrives last most
+            often; null for send and recv), largest total wait first.
         basis: share of the critical path that rests on each kind of knowledge.
         sources: transfer_source, rows, transfer_ns of all communication.
         stragglers: what uneven ranks cost, and likely causes; None where `stragglers_absent` says

@@ -23,6 +23,7 @@ from prismcalib.graph import Int64Array
 from prismcalib.report.data import RunSummary
 from prismcalib.report.lanes import Lane
 from prismcalib.report.scan import PARTS
+from prismtrace.group_names import group_labels
 from prismtrace.schema import Kind
 
 __all__ = ["encode_timeline", "leb128"]
@@ -44,7 +45,7 @@ def encode_timeline(
     block.add_numbers("path_length", runs["length_ns"].to_numpy())
     names = _add_lanes(block, lanes)
     header = summary.header
-    groups = {group.id: group.name for group in header.groups}
+    groups = group_labels(header.groups)
     used = {group for lane in lanes for group in lane.spans["group"].drop_nulls().unique()}
     description = {
         "window": summary.extent.window_ns,

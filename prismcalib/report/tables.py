@@ -11,8 +11,8 @@ from prismcalib.computing import longer_than_others, others_median
 from prismcalib.extent import Extent
 from prismcalib.graph import Int64Array
 from prismcalib.paths import CriticalPath
-from prismcalib.places import group_family
 from prismcalib.report.scan import Scan
+from prismtrace.group_names import group_family, group_labels
 from prismtrace.schema import P2P_KINDS, TraceHeader
 
 __all__ = [
@@ -137,9 +137,11 @@ def pipeline_of(
 
 
 def _named_groups(header: TraceHeader) -> pl.DataFrame:
-    """Columns group, name, family, ranks (how many)."""
+    """Columns group, name (its label), family, ranks (how many)."""
+    labels = group_labels(header.groups)
     rows = [
-        (group.id, group.name, group_family(group), len(group.ranks)) for group in header.groups
+        (group.id, labels[group.id], group_family(group), len(group.ranks))
+        for group in header.groups
     ]
     schema = {"group": pl.Int32, "name": pl.String, "family": pl.String, "ranks": pl.Int64}
     return pl.DataFrame(rows, schema=schema, orient="row")

@@ -215,7 +215,7 @@ def _mismatch(
 ) -> MismatchError:
     """Ranks, with what they say and their line; those that are fewest first."""
     ordered = sorted(parties, key=lambda party: len(party[0]))
-    name = f"group {op.group.name!r}" + (f" ({op.group.desc})" if op.group.desc else "")
+    name = f"group {op.group.called}"
     number = "" if op.seq is None else f", operation {op.count}"
     known = {step for step in steps if step is not None}
     step = f", step{'s' if len(known) > 1 else ''} {format_ranks(sorted(known))}" if known else ""

@@ -50,15 +50,15 @@ def _told_apart(missing: Sequence[int], ended: Mapping[int, int], waiting: Colle
 
 
 def operation(op: Op) -> str:
-    """`all_reduce 4 of group 'default_pg'`, `recv 2 from rank 0 in group 'pp'`."""
-    group = op.group.desc or op.group.name
+    """`all_reduce 4 of group default_pg [0-7]`, `recv 2 from rank 0 in group pp`."""
+    group = op.group.called
     number = "" if op.seq is None else f" {op.count}"
     if op.call.kind.is_p2p:
         number += f" with tag {op.tag}" if op.tag else ""
         way = "from" if op.call.value == "recv" else "to"
         other = "anyone" if op.peer is None else f"rank {op.peer}"
-        return f"{op.call.value}{number} {way} {other} in group {group!r}"
-    return f"{op.call.value}{number} of group {group!r}"
+        return f"{op.call.value}{number} {way} {other} in group {group}"
+    return f"{op.call.value}{number} of group {group}"
 
 
 def describe(

@@ -148,7 +148,7 @@ def _refused(op: Op, error: Exception) -> UnsupportedOperationError:
     what = "" if op.dtype is None else f" of {op.dtype.value} elements"
     return UnsupportedOperationError(
         f"{op.call.value}{how}{what}: {error}",
-        where=op.site or f"group {op.group.name!r}",
+        where=op.site or f"group {op.group.called}",
         hint="gloo does not reduce such elements either; communicate them as another type",
     )
 

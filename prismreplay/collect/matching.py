@@ -112,7 +112,7 @@ class Matcher:
             f"ranks {rank} and {other} disagree on the members of a group: "
             f"{format_ranks(group.ranks)} on rank {rank}{at_site(site)}, "
             f"{format_ranks(first.ranks)} on rank {other}{at_site(where)}",
-            where=f"group {group.name!r}",
+            where=f"group {group.called}",
             hint="every rank must make all groups, also those that it is no member of, in the "
             "same order",
         )

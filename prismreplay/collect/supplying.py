@@ -97,7 +97,7 @@ class AllOrNone:
             raise TensorRulesError(
                 f"rank {lone} is given the result of {op.call.value}, and rank {other} is not: "
                 "it would wait for ever",
-                where=f"group={op.group.name} seq={op.seq}",
+                where=f"group={op.group.called} seq={op.seq}",
                 hint="make the rule fit all members of the group, or none; shapes and bytes of an "
                 "uneven operation differ by rank",
             )

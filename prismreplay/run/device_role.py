@@ -376,7 +376,7 @@ class DeviceRole(SandboxRole):
         if self._shares:
             raise PlanError(
                 "sandbox ranks share a GPU: they would not take the time that they take",
-                where=f"rank {self.rank}, group {group.desc or group.name!r}",
+                where=f"rank {self.rank}, group {group.called}",
                 hint="as many sandbox ranks as there are GPUs, at the most; a program that shall "
                 "run on CPUs does so with CUDA_VISIBLE_DEVICES empty",
             )

@@ -242,9 +242,8 @@ class GraphFollower:
 
     def _unlike(self, op: Op, has: str) -> PlanError:
         number = "" if op.seq is None else f" as operation {op.seq}"
-        name = op.group.desc or op.group.name
         text = f"rank {self.rank} makes {op.call.value} of {op.payload_bytes:,} bytes{number} of "
-        text += f"group {name!r}"
+        text += f"group {op.group.called}"
         if self._is_beyond:
             # Or the program makes, at its end, what it did not make then: the same answer.
             return PlanError(
@@ -269,7 +268,7 @@ class GraphFollower:
             f"ranks {self.rank} and {other} disagree on the size of {op.call.value}: "
             f"{op.payload_bytes:,} bytes on rank {self.rank}{at}, {has:,} bytes on rank {other} in "
             "the graph",
-            where=f"group {op.group.desc or op.group.name!r}{number}",
+            where=f"group {op.group.called}{number}",
             hint="a true backend would hang here, or mix up data; if all ranks are to do so now, "
             "collect the graph again with the same arguments",
         )

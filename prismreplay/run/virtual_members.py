@@ -117,7 +117,7 @@ class VirtualMembers:
         ranks = "virtual ranks" if op.peer is None else f"rank {op.peer}"
         raise TensorRulesError(
             f"nothing says what {ranks} contribute to {op.call.value}",
-            where=f"group={op.group.name} seq={op.seq}" + (f" at {op.site}" if op.site else ""),
+            where=f"group={op.group.called} seq={op.seq}" + (f" at {op.site}" if op.site else ""),
             hint="record the tensors (collect --record-tensors all; where only some ranks ever run "
             "for real, sandbox-facing --sandbox RANKS is enough) or give rules: --tensors",
         )

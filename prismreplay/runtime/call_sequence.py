@@ -113,7 +113,7 @@ class CallSequence:
         """Operations issued inside are one launch; `real`: on the real backend, too."""
         if self.batch is not None:
             raise UnsupportedOperationError(
-                "a coalesced launch within another one", where=f"group={self._group.name}"
+                "a coalesced launch within another one", where=f"group={self._group.called}"
             )
         batch = self.batch = Batch(next(_batch_numbers), real)
         try:

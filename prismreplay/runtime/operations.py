@@ -33,6 +33,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from prismtrace.group_names import group_label
 from prismtrace.schema import DType, Kind, ReduceOp
 
 __all__ = ["MESSAGES", "REDUCTIONS", "Call", "Group", "Op", "TensorSpec"]
@@ -102,6 +103,11 @@ class Group:
     def label(self) -> str:
         """What a trace calls it."""
         return self.name if self.generation == 0 else f"{self.name} ({self.generation})"
+
+    @property
+    def called(self) -> str:
+        """What people are told: names that are mere numbers give way to description and ranks."""
+        return group_label(self.name, self.desc, self.ranks)
 
     @property
     def size(self) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 from prismreplay.errors import FoldError
 from prismreplay.runtime.axes import axis_of
 from prismreplay.runtime.operations import MESSAGES, Call, Op, TensorSpec
+from prismtrace.group_names import group_label
 from prismtrace.ranks import format_ranks
 
 __all__ = ["Folding", "KnownGroup", "fold"]
@@ -39,7 +40,7 @@ class KnownGroup:
 
     def text(self) -> str:
         """The group in messages."""
-        return f"{self.desc or self.name} {format_ranks(self.ranks)}"
+        return group_label(self.name, self.desc, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,7 @@ class Folding:
         return FoldError(
             f"{op.call.value} carries data between ranks {rank} and {other}, which belong to "
             "different replicas",
-            where=f"group {op.group.desc or op.group.name} "
-            f"{format_ranks(op.group.ranks)} seq={op.seq}{site}",
+            where=f"group={op.group.called} seq={op.seq}{site}",
             hint=f"replicas along {self.axis} depend on each other (expert parallelism across "
             f"them?): {_HINT}",
         )
@@ -202,9 +202,7 @@ def _text(op: Op) -> str:
     shown = ", ".join(f"{spec.dtype.value}{list(spec.shape)}" for spec in shapes[:2])
     more = ", …" if len(shapes) > 2 else ""
     site = f" at {op.site}" if op.site else ""
-    return (
-        f"{op.call.value} of {shown or 'nothing'}{more} in {op.group.desc or op.group.name}{site}"
-    )
+    return f"{op.call.value} of {shown or 'nothing'}{more} in {op.group.called}{site}"
 
 
 def fold(

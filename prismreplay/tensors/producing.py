@@ -129,7 +129,7 @@ def own_share(rank: int, op: Op, inputs: Sequence[Tensor]) -> list[Tensor | None
     if not inputs:
         raise TensorRulesError(
             f"{op.call.value} takes nothing from this rank that could stand for the others",
-            where=f"rank={rank} group={op.group.name} seq={op.seq}",
+            where=f"rank={rank} group={op.group.called} seq={op.seq}",
             hint='produce "zeros", uniform = [low, high] or constant = number instead of "own"',
         )
     if op.call in (Call.ALL_GATHER, Call.GATHER):

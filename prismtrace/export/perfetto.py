@@ -37,6 +37,7 @@ import polars as pl
 
 from prismtrace.blocks import INSTANCE_KEY, instance_blocks, rank_blocks
 from prismtrace.errors import TraceError
+from prismtrace.group_names import group_labels
 from prismtrace.output import atomic_output
 from prismtrace.schema import TraceHeader
 from prismtrace.trace import PathLike, Trace
@@ -132,7 +133,7 @@ class _Writer:
     flows: int = 0
 
     def __post_init__(self) -> None:
-        self.group_names = {group.id: group.name for group in self.header.groups}
+        self.group_names = group_labels(self.header.groups)
 
     def write(self, events: list[str]) -> None:
         """Append events to the array."""

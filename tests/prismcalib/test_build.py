@@ -95,7 +95,7 @@ def test_a_communication_without_seq_waits_for_nobody(make_run):
         ({"index": pl.when(where(1, 2)).then(7).otherwise("index"),
           "id": pl.when(where(1, 2)).then((1 << INDEX_BITS) + 7).otherwise("id")},
          "do not number the rows"),
-        ({"group": pl.col("group") + 50}, "process group 50"),
+        ({"group": pl.col("group") + 50}, "a group of id 50"),
         ({"lag_ns": pl.when(where(1, 2)).then(pl.lit([1, 2], pl.List(pl.Int64)))}, "differ in len"),
     ],
 )  # fmt: skip

@@ -6,9 +6,11 @@ import json
 
 import pytest
 
-from prismcalib import longest_waits, merge, synth
+from prismcalib import critical_path, longest_waits, merge, synth
 from prismcalib.cli import app
 from prismcalib.errors import MergeInputError
+from prismtrace.querying import query
+from prismtrace.trace import Trace, write
 from tests.prismtrace.conftest import build_trace
 
 
@@ -93,3 +95,24 @@ def test_what_has_no_common_timeline_is_refused(kind, hint):
     with pytest.raises(MergeInputError, match="no common timeline") as caught:
         longest_waits(build_trace({}, kind=kind))
     assert hint in caught.value.hint
+
+
+def test_a_group_that_the_job_numbered_is_shown_by_its_ranks(tmp_path, capsys):
+    """torch's name "3" of a group is not the id 0 that SQL shows for it."""
+    trace = made()
+    (group,) = trace.header.groups
+    numbered = group.model_copy(update={"name": "3"})
+    renamed = Trace(
+        header=trace.header.model_copy(update={"groups": (numbered,)}), nodes=trace.nodes
+    )
+    write(renamed, tmp_path / "run.parquet")
+    assert {one.group for one in longest_waits(renamed)} == {"[0-2]"}
+    assert set(critical_path(renamed).segments["group"].drop_nulls()) <= {"[0-2]"}
+    groups = query(renamed, "SELECT id, name, label FROM groups").collect()
+    assert groups.rows() == [(0, "3", "[0-2]")]
+    path = str(tmp_path / "run.parquet")
+    app(
+        ["what-if", path, "--scale", "group_label = '[0-2]' AND kind = 'all_reduce'", "2"],
+        standalone_mode=False,
+    )
+    assert "[0-2]" in capsys.readouterr().out

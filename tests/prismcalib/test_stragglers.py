@@ -17,7 +17,7 @@ from prismcalib.blocks import HeldTable
 from prismcalib.causes import Cause
 from prismcalib.errors import MergeInputError
 from prismcalib.peers import kind_labels, peer_durations
-from prismcalib.places import group_family, rank_places
+from prismcalib.places import rank_places
 from prismcalib.stages import job_places
 from prismcalib.wording import percent_text
 from prismtrace.converters import convert
@@ -364,8 +364,6 @@ def test_places_from_the_names_and_descriptions_of_groups():
     assert places.stage.tolist() == [0, 0, -1, -1, 1, 1, -1, -1]
     assert places.replica.tolist() == [0, 1, 2, -1, -1, -1, -1, -1]
     assert (places.stages, places.replicas) == (2, 3)
-    assert group_family(header.groups[2]) == "pp"
-    assert group_family(header.groups[3]) == "DATA_PARALLEL_GROUP"
 
 
 def test_peers_by_type_take_the_mean_of_computations_and_the_median_of_transfers(tmp_path):

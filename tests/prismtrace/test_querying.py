@@ -58,7 +58,7 @@ def test_enums_are_text(job: Trace) -> None:
         # Of these Polars tells the names.
         ("SELECT COALESCE(name, 'a text that is too long to be the name of a column') FROM nodes",
          ["name"]),
-        ("SELECT *, size + 1 AS more FROM groups", ["id", "name", "desc", "size", "ranks", "more"]),
+        ("SELECT *, size + 1 AS more FROM groups", ["id", "name", "desc", "label", "size", "ranks", "more"]),
         ("SELECT COUNT(*) FROM nodes UNION ALL SELECT COUNT(*) FROM groups", ["COUNT(*)"]),
         ("(SELECT COUNT(*) FROM nodes)", ["len"]),
         ("SHOW TABLES", ["name"]),

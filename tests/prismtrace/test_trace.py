@@ -279,7 +279,7 @@ def test_groups_are_shown_in_a_line(job):
 
 def test_groups_as_a_table(job):
     assert job.groups.df.to_dicts() == [
-        {"id": 0, "name": "world", "desc": "", "size": 2, "ranks": [0, 1]}
+        {"id": 0, "name": "world", "desc": "", "label": "world", "size": 2, "ranks": [0, 1]}
     ]
 
 

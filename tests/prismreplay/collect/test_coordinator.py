@@ -211,7 +211,7 @@ def test_waiting_for_a_rank_that_has_ended_is_told_although_others_go_on() -> No
 
     with pytest.raises(DeadlockError, match="program of rank 2 has ended without") as caught:
         Table([member, member, gone], slots=3).play()
-    assert "ranks 0-1 wait in all_reduce 0 of group '0' for rank 2" in caught.value.report
+    assert "ranks 0-1 wait in all_reduce 0 of group [0-2] for rank 2" in caught.value.report
     assert "the program of rank 2 has ended" in caught.value.report
 
 
@@ -356,7 +356,7 @@ def test_who_waits_while_another_still_computes() -> None:
     assert coordinator.standing() == ""
     next(ranks[0].wait(ranks[0].all_reduce(1)))
     assert coordinator.standing().endswith(
-        "rank 0 waits in all_reduce 0 of group '0' for rank 1  at job.py:1"
+        "rank 0 waits in all_reduce 0 of group [0-1] for rank 1  at job.py:1"
     )
 
 

@@ -193,4 +193,4 @@ def test_a_group_has_the_same_members_on_all_of_them() -> None:
 def test_messages_with_tags_are_counted_without_them() -> None:
     tagged = recv(1, 0, seq=(4 << 32) + 2, tag=4)
     assert tagged.count == 2
-    assert operation(tagged) == "recv 2 with tag 4 from rank 0 in group '0'"
+    assert operation(tagged) == "recv 2 with tag 4 from rank 0 in group [0-2]"
