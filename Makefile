@@ -60,7 +60,9 @@ $(PY):
 	echo "  hint: install one, or name it: make PYTHON=/path/to/python3.12 ..." >&2; \
 	exit 1
 
-# Without a GPU the constraint keeps pip from choosing a newer torch with several GB of CUDA.
+# Without a GPU the constraint takes the torch release that is tested there, not the newest. On Linux
+# PyPI's build of it is for CUDA, several GB; for the CPU build of the same release, let pip see it:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 $(VENV)/.demo: EXTRAS := calib,replay
 $(VENV)/.dev: EXTRAS := dev,replay
 $(VENV)/.demo $(VENV)/.dev: pyproject.toml constraints-cpu.txt | $(PY)
