@@ -6,7 +6,7 @@ are numbered, which nothing depends on.  Takes about 45 bytes a row, edges inclu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -148,7 +148,7 @@ def step_model(trace: Trace, rules: WaitRules | None = None, *, also: int = 0) -
     return StepModel.of(graph, table_of(layout, ["step", *times]), trace.header)
 
 
-def table_of(layout: Layout, columns: list[str]) -> pl.DataFrame:
+def table_of(layout: Layout, columns: Sequence[str | pl.Expr]) -> pl.DataFrame:
     """Some columns of all rows, in order."""
     parts = [block.nodes for block in layout.blocks(columns)]
     return pl.concat(parts, rechunk=True)

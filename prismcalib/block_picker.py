@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 
 from prismcalib.block_graph import table_of
 from prismcalib.blocks import Layout
+from prismcalib.chosen_steps import WHOLE_INDEX
 from prismcalib.graph import Int32Array
 from prismcalib.predicates import RowPicker
+from prismtrace.trace import node_ids
 
 __all__ = ["BlockPicker"]
 
@@ -34,11 +36,11 @@ class BlockPicker(RowPicker):
         columns = list(dict.fromkeys(map(_stored, names))) or ["rank"]
         if _FUNCTION.search(shown):
             # The answer for a row may depend on other rows.
-            whole = RowPicker(table_of(self.layout, columns), self.header)
+            whole = RowPicker(table_of(self.layout, _numbered(columns, self.layout)), self.header)
             return whole.evaluate(expression, names, shown)
         answers = [
             RowPicker(block.nodes, self.header).evaluate(expression, names, shown)
-            for block in self.layout.blocks(columns)
+            for block in self.layout.blocks(_numbered(columns, self.layout))
         ]
         return np.concatenate(answers)
 
@@ -62,6 +64,15 @@ class BlockPicker(RowPicker):
     def _is_empty(self, column: str) -> bool:
         stored = self.layout.trace.nodes.select(pl.col(_stored(column)).null_count())
         return bool(stored.collect(engine="streaming").item() == self.layout.total)
+
+
+def _numbered(columns: list[str], layout: Layout) -> list[str | pl.Expr]:
+    """The columns, with numbers of rows as people know them."""
+    if WHOLE_INDEX not in layout.columns:
+        return [*columns]
+    index = pl.col(WHOLE_INDEX)
+    known = {"index": index.alias("index"), "id": node_ids(pl.col("rank"), index).alias("id")}
+    return [known.get(name, name) for name in columns]
 
 
 def _stored(name: str) -> str:

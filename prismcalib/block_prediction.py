@@ -7,6 +7,7 @@ import polars as pl
 
 from prismcalib.block_graph import step_model
 from prismcalib.blocks import Layout
+from prismcalib.chosen_steps import WHOLE_INDEX, numbered_as_whole
 from prismcalib.estimates import EstimateRange, duration_factors, range_of, scaled
 from prismcalib.extent import extent_of
 from prismcalib.paths import CriticalPath, inner_idle
@@ -60,10 +61,11 @@ def _estimates(layout: Layout, path: CriticalPath) -> EstimateRange | None:
     durations = np.empty((graph.rows, 2), np.int64)
     unknown = []
     of_path = path.segments["id"].implode()
-    for block in layout.blocks(_FACTOR_COLUMNS):
+    numbers = [WHOLE_INDEX] if WHOLE_INDEX in layout.columns else []
+    for block in layout.blocks([*_FACTOR_COLUMNS, *numbers]):
         low, high, open_ended = duration_factors(block.nodes, layout.trace.header)
         for column, factor in enumerate((low, high)):
             durations[block.part, column] = scaled(graph.duration_ns[block.part], factor)
-        ids = block.nodes["id"].filter(open_ended)
+        ids = numbered_as_whole(block.nodes)["id"].filter(open_ended)
         unknown.append(ids.filter(ids.is_in(of_path)))
     return range_of(model, durations, path, pl.concat(unknown))

@@ -14,6 +14,7 @@ from prismcalib.commands_report import report
 from prismcalib.commands_stragglers import stragglers
 from prismcalib.commands_waits import waits
 from prismcalib.commands_whatif import EditCommand, what_if
+from prismcalib.steps_option import StepsOption
 from prismtrace.console import counted, new_app, print_json, progress
 from prismtrace.exit_codes import run
 
@@ -30,6 +31,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 def critical_path(
     trace: Calibrated,
     limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="Rows of each table.")] = 10,
+    steps: StepsOption = "auto",
     json: Json = False,
 ) -> None:
     """What would have to be faster for the run to be shorter, over all ranks.
@@ -45,20 +47,24 @@ def critical_path(
 
     Example: prismcalib critical-path aligned.parquet --limit 20
     """
+    from dataclasses import replace
+
     from prismcalib.blocks import is_large
+    from prismcalib.chosen_steps import chosen_steps
     from prismcalib.lateness import find_late_ranks
     from prismcalib.path_printing import print_path
     from prismcalib.paths import calibrated_trace
     from prismcalib.paths import critical_path as find_path
 
-    opened = calibrated_trace(trace)
-    path = find_path(opened)
-    late = None if is_large(opened) else find_late_ranks(opened)
+    whole = calibrated_trace(trace)
+    with progress("looking for the path"), chosen_steps(whole, steps) as (opened, looked_at):
+        path = replace(find_path(opened, steps="all"), looked_at=looked_at)
+        late = None if is_large(opened) else find_late_ranks(opened)
     if json:
         waited = late and {"sentence": late.sentence, "ranks": late.ranks.to_dicts()}
         print_json({**path.as_dict(limit), "waited_for": waited})
         return
-    print_path(path, late, opened.header, limit)
+    print_path(path, late, whole.header, limit)
 
 
 @app.command()
@@ -72,6 +78,7 @@ def predict(
         ),
     ] = 200,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same spread.")] = 0,
+    steps: StepsOption = "auto",
     json: Json = False,
 ) -> None:
     """The step time this timeline implies, where each rank spends it, and what it rests on.
@@ -86,7 +93,7 @@ def predict(
     from prismtrace.trace import read_header, trace_files
 
     with progress("resampling steps"):
-        prediction = predict_step(trace, draws=draws, seed=seed)
+        prediction = predict_step(trace, draws=draws, seed=seed, steps=steps)
     if json:
         print_json(prediction.as_dict())
         return

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prismcalib.steps_option import StepsOption, print_steps
 from prismtrace.console import counted, print_json, progress, table
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def compare(
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="Rows of each table.")] = 10,
+    steps: StepsOption = "auto",
     json: Json = False,
 ) -> None:
     """What became slower from A to B, and how much of the step that costs.
@@ -50,7 +52,7 @@ def compare(
     from prismcalib.operations import CLASS_COLUMNS
 
     with progress("comparing"):
-        comparison = compare_runs(a, b, by=by or CLASS_COLUMNS, effects=max(limit, 30))
+        comparison = compare_runs(a, b, by=by or CLASS_COLUMNS, effects=max(limit, 30), steps=steps)
     if json:
         print_json(comparison.as_dict(limit))
     else:
@@ -67,6 +69,8 @@ def _names(trace: Path) -> RankNames:
 def _print_comparison(comparison: Comparison, by: list[str], names: RankNames, limit: int) -> None:
     from prismcalib.durations import format_ns
 
+    for run, looked_at in zip("AB", comparison.looked_at or (), strict=False):
+        print_steps(looked_at, of=run)
     before = max(comparison.step_a_ns, 1)
 
     def change(ns: int) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from prismcalib.steps_option import StepsOption, print_steps
 from prismtrace.console import print_json, progress
 
 __all__ = ["report"]
@@ -23,6 +24,7 @@ def report(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Page to write (.html).")
     ] = None,
+    steps: StepsOption = "auto",
     json: Annotated[
         bool,
         typer.Option("--json", help="Print the page's numbers as JSON; --output may be absent."),
@@ -44,12 +46,13 @@ def report(
         if output is not None:
             refuse_inputs(output, trace_files(trace))
         if output is None:
-            summary = describe_run(trace, on_rows=bar.advance)
+            summary = describe_run(trace, on_rows=bar.advance, steps=steps)
         else:
-            summary = write_report(trace, output, on_rows=bar.advance)
+            summary = write_report(trace, output, on_rows=bar.advance, steps=steps)
     if json:
         print_json(summary.as_dict())
         return
+    print_steps(summary.looked_at)
     print(summary.conclusion.headline)
     for note in summary.conclusion.notes:
         print(f"  {note}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prismcalib.steps_option import StepsOption, print_steps
 from prismtrace.console import counted, print_json, progress, table
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def stragglers(
         ),
     ] = PeersName.AUTO,
     limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="Rows of each table.")] = 8,
+    steps: StepsOption = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Which rank, stage, group or kind of operation slows the job down, and the likely cause.
@@ -67,7 +69,7 @@ def stragglers(
 
     chosen = tuple(name for name in BY if by is None or name in by)
     with progress("comparing with peers"):
-        report = find_stragglers(trace, by=chosen, peers=peers.value)
+        report = find_stragglers(trace, by=chosen, peers=peers.value, steps=steps)
     if json:
         print_json(report.as_dict())
     else:
@@ -80,6 +82,7 @@ def _print(report: StragglerReport, limit: int) -> None:
     from prismcalib.step_times import steps_text
     from prismcalib.wording import CAUSE_MEANING, PART_MEANINGS, share_text
 
+    print_steps(report.looked_at)
     base, without, ideal = (
         round(float(times.mean()))
         for times in (report.base_ns, report.without_delays_ns, report.ideal_ns)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from prismcalib.steps_option import StepsOption, print_steps
 from prismtrace.console import counted, print_json, progress, table
 
 __all__ = ["waits"]
@@ -17,6 +18,7 @@ def waits(
         Path, typer.Argument(readable=False, help="Trace that `prismcalib merge` wrote.")
     ],
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="Communications to show.")] = 10,
+    steps: StepsOption = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """The longest waits: in which communication, for which rank, and what that one did meanwhile.
@@ -26,17 +28,19 @@ def waits(
 
     Example: prismcalib waits aligned.parquet --limit 20
     """
+    from prismcalib.chosen_steps import chosen_steps, told
     from prismcalib.durations import format_ns
     from prismcalib.long_waits import longest_waits
     from prismcalib.paths import calibrated_trace
     from prismcalib.wording import RankNames
 
     opened = calibrated_trace(trace)
-    with progress("looking at waits"):
-        found = longest_waits(opened, limit=limit)
+    with progress("looking at waits"), chosen_steps(opened, steps) as (chosen, looked_at):
+        found = longest_waits(chosen, limit=limit, steps="all")
     if json:
-        print_json([one.as_dict() for one in found])
+        print_json({**told(looked_at), "waits": [one.as_dict() for one in found]})
         return
+    print_steps(looked_at)
     if not found:
         print("nobody waits for anybody")
         return

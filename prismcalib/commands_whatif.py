@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prismcalib.steps_option import StepsOption, print_steps
 from prismtrace.console import print_json, progress, table
 from prismtrace.help_text import Command
 
@@ -122,6 +123,7 @@ def what_if(
     limit: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="Rows of each table of a path.")
     ] = 5,
+    steps: StepsOption = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """How long would a step take if some operations were faster, or gone? Changes no file.
@@ -150,7 +152,7 @@ def what_if(
     if not named:
         raise typer.BadParameter(f"say what should be different: {_FLAGS} or --scenarios")
     with progress("propagating"):
-        answer = find_answer(trace, named, rules=rules)
+        answer = find_answer(trace, named, rules=rules, steps=steps)
     if json:
         print_json(answer.as_dict(limit))
     else:
@@ -198,6 +200,7 @@ def _print_answer(answer: WhatIf, header: TraceHeader, limit: int) -> None:
     from prismcalib.step_times import steps_text
     from prismcalib.wording import RankNames
 
+    print_steps(answer.looked_at)
     base = max(answer.baseline.step_ns, 1)
     names = RankNames.of(header)
     table(

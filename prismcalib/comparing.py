@@ -16,6 +16,7 @@ import numpy as np
 import polars as pl
 
 from prismcalib.block_graph import step_model
+from prismcalib.chosen_steps import ChosenSteps, chosen_steps
 from prismcalib.errors import ComparisonError
 from prismcalib.extent import extent_of
 from prismcalib.graph import Graph, Int32Array, Int64Array
@@ -64,6 +65,7 @@ class Comparison:
             of a rank changes as that sort did: a slow device does not slow its transfers.
         sizes: communications that carry more or less in the second run: kind, phase, group,
             bytes_a, bytes_b (means), largest change of the mean first.
+        looked_at: which steps of the two traces are compared; None: all that were given.
     """
 
     step_a_ns: int
@@ -73,6 +75,7 @@ class Comparison:
     classes: pl.DataFrame
     ranks: pl.DataFrame | None
     sizes: pl.DataFrame
+    looked_at: tuple[ChosenSteps, ChosenSteps] | None = None
 
     @property
     def change_ns(self) -> int:
@@ -111,7 +114,12 @@ class Comparison:
     def as_dict(self, limit: int | None = None) -> dict[str, Any]:
         """The comparison as JSON values, with the first `limit` classes."""
         shown = self.classes if limit is None else self.classes.head(limit)
+        looked_at = self.looked_at or ()
         return {
+            **{
+                f"steps_looked_at_{run}": chosen.as_dict()
+                for run, chosen in zip("ab", looked_at, strict=False)
+            },
             "step_a_ns": self.step_a_ns,
             "step_b_ns": self.step_b_ns,
             "change_ns": self.change_ns,
@@ -127,7 +135,12 @@ class Comparison:
 
 
 def compare(
-    a: Source, b: Source, *, by: Sequence[str] = CLASS_COLUMNS, effects: int = 30
+    a: Source,
+    b: Source,
+    *,
+    by: Sequence[str] = CLASS_COLUMNS,
+    effects: int = 30,
+    steps: str = "auto",
 ) -> Comparison:
     """Compare two calibrated traces.
 
@@ -137,6 +150,7 @@ def compare(
         by: what makes a class, some of kind, phase, group, name and rank.
         effects: for how many classes to compute the effect: those whose time changed most;
             fewer in runs of more than 20 million rows, ten from 64 million on.
+        steps: which to look at in each of them, see `prismcalib.chosen_steps.chosen_steps`.
 
     Raises:
         MergeInputError: a trace is not calibrated.
@@ -147,7 +161,15 @@ def compare(
             f"cannot compare by {', '.join(by) or 'nothing'}",
             hint=f"use some of {', '.join(CLASS_COLUMNS)}, rank",
         )
-    traces = [calibrated_trace(a), calibrated_trace(b)]
+    with (
+        chosen_steps(calibrated_trace(a), steps) as (trace_a, looked_at_a),
+        chosen_steps(calibrated_trace(b), steps) as (trace_b, looked_at_b),
+    ):
+        found = _compared([trace_a, trace_b], by, effects)
+    return replace(found, looked_at=(looked_at_a, looked_at_b))
+
+
+def _compared(traces: Sequence[Trace], by: Sequence[str], effects: int) -> Comparison:
     tables = [OperationTable(trace) for trace in traces]
     sorts, rank_sorts = _sorts(by), _sorts(["rank"])
     sums = [_sums(table, {tuple(by), ("rank",), sorts, rank_sorts}) for table in tables]

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from prismcalib.blocks import Layout, is_large
 from prismcalib.build import graph_from_trace, require_rows_of_ranks
+from prismcalib.chosen_steps import chosen_steps
 from prismcalib.durations import parse_ns
 from prismcalib.errors import ScenarioError
 from prismcalib.graph import MAX_TOTAL_NS, Graph, Int64Array
@@ -59,6 +60,7 @@ class Draft:
         apart: whether steps are laid side by side (`prismcalib.steps`), so that releases are
             idle time from the begin of their step.
         same_order: whether an order of completion of the unedited graph is still one.
+        steps: which steps of their trace the rows are, as `prismcalib.chosen_steps` is told it.
     """
 
     picker: RowPicker
@@ -67,11 +69,15 @@ class Draft:
     edited: NDArray[np.bool_]
     apart: bool = False
     same_order: bool = True
+    steps: str = "all"
 
     @classmethod
-    def of(cls, picker: RowPicker, graph: Graph, *, apart: bool = False) -> Draft:
+    def of(
+        cls, picker: RowPicker, graph: Graph, *, apart: bool = False, steps: str = "all"
+    ) -> Draft:
         """Nothing edited yet."""
-        return cls(picker, graph, graph.duration_ns.copy(), np.zeros(graph.rows, np.bool_), apart)
+        edited = np.zeros(graph.rows, np.bool_)
+        return cls(picker, graph, graph.duration_ns.copy(), edited, apart, steps=steps)
 
     def pick(self, where: Predicate) -> NDArray[np.bool_]:
         """Rows of a predicate, marked as edited."""
@@ -321,8 +327,13 @@ def _leave_instances(graph: Graph, picked: NDArray[np.bool_]) -> Graph:
 
 def _counterparts(draft: Draft, other: str | os.PathLike[str]) -> Int64Array:
     """int64[n]: durations of the same operations in another trace; -1: it does not have them."""
-    trace = calibrated_trace(other)
-    find = _tables(trace)
+    with chosen_steps(calibrated_trace(other), draft.steps) as (trace, _):
+        return _looked_up(draft, _tables(trace), other)
+
+
+def _looked_up(
+    draft: Draft, find: Callable[[pl.Series], pl.DataFrame], other: str | os.PathLike[str]
+) -> Int64Array:
     other_ns, differing = [np.empty(0, np.int64)], []
     for rows in draft.picker.places():
         found = _places(rows).join(

@@ -14,6 +14,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from prismcalib.chosen_steps import numbered_as_whole
 from prismcalib.comm_costs import group_spread
 from prismcalib.graph import Graph, Int64Array
 from prismcalib.paths import CriticalPath
@@ -71,7 +72,7 @@ def estimate_range(
         return None
     low, high, unknown = duration_factors(rows, header)
     durations = np.stack([scaled(graph.duration_ns, low), scaled(graph.duration_ns, high)], axis=1)
-    ids = rows["id"].filter(unknown)
+    ids = numbered_as_whole(rows)["id"].filter(unknown)
     return range_of(StepModel.of(graph, rows, header), durations, path, ids)
 
 

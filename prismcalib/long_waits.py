@@ -9,6 +9,7 @@ from typing import Any
 
 import polars as pl
 
+from prismcalib.chosen_steps import chosen_steps
 from prismcalib.computing import covered_ns
 from prismcalib.paths import calibrated_trace
 from prismtrace.group_names import group_labels
@@ -64,17 +65,24 @@ def longest_waits(
     source: Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     limit: int = 10,
+    steps: str = "auto",
 ) -> tuple[LongWait, ...]:
     """The communications with the longest waits, one entry each, longest first.
 
     Args:
         source: a calibrated trace.
         limit: how many.
+        steps: which to look at, see `prismcalib.chosen_steps.chosen_steps`.
 
     Raises:
         MergeInputError: the trace is not calibrated.
+        StepError: steps that are not in it.
     """
-    trace = calibrated_trace(source)
+    with chosen_steps(calibrated_trace(source), steps) as (trace, _):
+        return _longest(trace, limit)
+
+
+def _longest(trace: Trace, limit: int) -> tuple[LongWait, ...]:
     names = group_labels(trace.header.groups)
     with reading(trace.paths):
         found = _instances(trace.nodes, limit)

@@ -9,6 +9,7 @@ from prismcalib.paths import CriticalPath, ShareColumn
 from prismcalib.prediction import BEFORE_PATH, IDLE_RECORDED, Prediction
 from prismcalib.resampling import StepSpread
 from prismcalib.step_times import steps_text
+from prismcalib.steps_option import print_steps
 from prismcalib.wording import (
     IDLE_BETWEEN,
     IDLE_INSIDE,
@@ -22,9 +23,17 @@ from prismtrace.schema import TraceHeader
 __all__ = ["print_path", "print_prediction"]
 
 
+_OUTSIDE = (
+    "it is the median of the steps as they were; draws take steps of the same operations only, one "
+    "for every rank apart, so that slow ones of several ranks meet more often or more seldom"
+)
+"""Why quantiles of drawn steps need not hold the step time."""
+
+
 def print_path(path: CriticalPath, late: Lateness | None, header: TraceHeader, limit: int) -> None:
     """The path, with `limit` rows of each table; `late`: for whom ranks waited, where it is known."""
     names = RankNames.of(header)
+    print_steps(path.looked_at)
     if late is not None:
         more = (
             "; who of them waited for others first shows `prismcalib waits`, and "
@@ -115,6 +124,7 @@ def _print_shares(path: CriticalPath, column: ShareColumn, names: RankNames, lim
 
 def print_prediction(prediction: Prediction, header: TraceHeader, *, spread: bool) -> None:
     """The step time and what it rests on; `spread`: also say so if it is not known how it varies."""
+    print_steps(prediction.looked_at)
     durations = prediction.counted_ns
     which = steps_text(prediction.steps.height, prediction.warmup)
     if len(durations) > 1:
@@ -123,9 +133,11 @@ def print_prediction(prediction: Prediction, header: TraceHeader, *, spread: boo
     if prediction.steps["step"].null_count():
         print("the trace marks no steps: this is its whole window")
     elif prediction.steps.height == 1:
-        print("a single step counts from the first start of any rank to the last end")
+        follows = prediction.looked_at is not None and prediction.looked_at.before
+        begin = "end of the step before" if follows else "first start of any rank"
+        print(f"a single step counts from the {begin} to the last end")
     if prediction.spread is not None:
-        _print_spread(prediction.spread)
+        _print_spread(prediction.spread, prediction.step_ns)
     elif spread and not prediction.steps["step"].null_count():
         print(f"no spread: {prediction.why_no_spread}")
     if prediction.estimates is not None:
@@ -154,7 +166,7 @@ def print_prediction(prediction: Prediction, header: TraceHeader, *, spread: boo
         print(f"\n{ONE_STEP_PATH}")
 
 
-def _print_spread(spread: StepSpread) -> None:
+def _print_spread(spread: StepSpread, step_ns: int) -> None:
     print()
     table(
         f"how much it varies: {spread.simulated_steps} steps, drawn from "
@@ -167,3 +179,6 @@ def _print_spread(spread: StepSpread) -> None:
             for times in [(quantile.ns, quantile.low_ns, quantile.high_ns)]
         ],
     )
+    low, *_, high = (quantile.ns for quantile in spread.quantiles)
+    if not low <= step_ns <= high:
+        print(f"the step time above is {'shorter' if step_ns < low else 'longer'}: {_OUTSIDE}")

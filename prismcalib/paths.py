@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from prismcalib.blocks import Layout, is_large
 from prismcalib.build import graph_from_trace, require_own_columns, require_rows_of_ranks
+from prismcalib.chosen_steps import ChosenSteps, chosen_steps, numbered_as_whole, told
 from prismcalib.errors import CoverageError, MergeInputError
 from prismcalib.extent import extent_of
 from prismcalib.graph import Graph, Int32Array, Int64Array
@@ -61,6 +62,7 @@ class CriticalPath:
         segments: id, rank, index, stream, kind, name, group (its label), seq, step, phase,
             transfer_source, start_ns, busy_ns, inner_idle_ns (part of busy_ns), gap_ns (before
             the segment); in time order.
+        looked_at: which steps of the trace it is the path of; None: of all that was given.
     """
 
     length_ns: int
@@ -72,6 +74,7 @@ class CriticalPath:
     gap_ns: int
     hops: int
     segments: pl.DataFrame
+    looked_at: ChosenSteps | None = None
 
     def shares(self, column: ShareColumn) -> pl.DataFrame:
         """The column, segments, busy_ns, inner_idle_ns, gap_ns, share of the length; largest first."""
@@ -105,6 +108,7 @@ class CriticalPath:
         """The path as JSON values, with the `limit` longest segments."""
         columns: tuple[ShareColumn, ...] = ("kind", "rank", "group", "phase", "step")
         return {
+            **told(self.looked_at),
             "length_ns": self.length_ns,
             "lead_in_ns": self.lead_in_ns,
             "compute_ns": self.compute_ns,
@@ -121,14 +125,25 @@ class CriticalPath:
 
 def critical_path(
     source: Trace | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    steps: str = "auto",
 ) -> CriticalPath:
-    """The critical path of a calibrated trace, `source`.
+    """The critical path of a calibrated trace, `source`, in the steps chosen.
+
+    Args:
+        source: the trace.
+        steps: which to look at, see `prismcalib.chosen_steps.chosen_steps`.
 
     Raises:
         MergeInputError: the trace is not calibrated.
         CoverageError, MissingMemberError: it lacks ranks that others communicate with.
+        StepError: steps that are not in it.
     """
-    trace = calibrated_trace(source)
+    with chosen_steps(calibrated_trace(source), steps) as (trace, looked_at):
+        return replace(_path(trace), looked_at=looked_at)
+
+
+def _path(trace: Trace) -> CriticalPath:
     if is_large(trace):
         return _marked_path(trace)
     graph, rows = graph_from_trace(trace)
@@ -277,11 +292,15 @@ def _describe(rows: pl.DataFrame, header: TraceHeader, busy_ns: Int64Array) -> p
     columns = ["id", "rank", "index", "stream", "kind", "name", "group", "seq", "step", "phase"]
     idle, busy = inner_idle(rows.columns), pl.Series(busy_ns)
     scaled = (idle * (busy / pl.col("dur_ns").clip(lower_bound=1))).round().cast(pl.Int64)
-    return rows.select(
-        *columns,
-        "transfer_source",
-        inner_idle_ns=pl.when(busy == pl.col("dur_ns")).then(idle).otherwise(scaled),
-    ).with_columns(
-        pl.col("kind", "name", "phase", "transfer_source").cast(pl.String),
-        pl.col("group").replace_strict(names, default=None, return_dtype=pl.String),
+    return (
+        numbered_as_whole(rows)
+        .select(
+            *columns,
+            "transfer_source",
+            inner_idle_ns=pl.when(busy == pl.col("dur_ns")).then(idle).otherwise(scaled),
+        )
+        .with_columns(
+            pl.col("kind", "name", "phase", "transfer_source").cast(pl.String),
+            pl.col("group").replace_strict(names, default=None, return_dtype=pl.String),
+        )
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import polars as pl
 
 from prismcalib.blocks import Layout, is_large
 from prismcalib.build import graph_from_trace
+from prismcalib.chosen_steps import ChosenSteps, chosen_steps, told
 from prismcalib.computing import covered_ns
 from prismcalib.estimates import EstimateRange, estimate_range
 from prismcalib.paths import CriticalPath, calibrated_trace, inner_idle, stored_path
@@ -43,6 +44,7 @@ class Prediction:
         why_no_spread: why there is none.
         estimates: how far the step time may be off because of transfers that were not measured;
             None if all were.
+        looked_at: which steps of the trace it is about; None: all that was given.
     """
 
     window_ns: int
@@ -53,6 +55,7 @@ class Prediction:
     why_no_spread: str | None = None
     estimates: EstimateRange | None = None
     warmup: int = 0
+    looked_at: ChosenSteps | None = None
 
     @property
     def step_ns(self) -> int:
@@ -67,6 +70,7 @@ class Prediction:
     def as_dict(self) -> dict[str, Any]:
         """The prediction as JSON values."""
         return {
+            **told(self.looked_at),
             "step_ns": self.step_ns,
             "min_step_ns": min(self.counted_ns),
             "max_step_ns": max(self.counted_ns),
@@ -86,6 +90,7 @@ def predict(
     *,
     draws: int = 200,
     seed: int = 0,
+    steps: str = "auto",
 ) -> Prediction:
     """Step time of a calibrated trace, how it varies, exposed communication and idle of each rank.
 
@@ -94,11 +99,17 @@ def predict(
         draws: how many windows of resampled steps to propagate, if there are several steps; 0:
             none.
         seed: the same seed gives the same quantiles.
+        steps: which to look at, see `prismcalib.chosen_steps.chosen_steps`.
 
     Raises:
         MergeInputError: the trace is not calibrated.
+        StepError: steps that are not in it.
     """
-    trace = calibrated_trace(source)
+    with chosen_steps(calibrated_trace(source), steps) as (trace, looked_at):
+        return replace(_prediction(trace, draws, seed), looked_at=looked_at)
+
+
+def _prediction(trace: Trace, draws: int, seed: int) -> Prediction:
     if is_large(trace):
         from prismcalib.block_prediction import predict_by_blocks
 

@@ -4,7 +4,8 @@ A rank's computation and gaps of one step belong together (a slow step is slow t
 ranks are late at different times, and a synchronous job waits for the slowest at every turn.
 So one *draw* gives every rank, for each step of the window, all times of one of its own steps,
 chosen at random, and propagates the window; that the median of every operation would give the
-step time is not assumed, and is not true.
+step time is not assumed, and is not true. How long a communication transfers is no property of a
+rank: all its members take that from one step, else each would wait for the slowest of several.
 
 Only steps of the same operations can be exchanged. The first ones are often unlike the others:
 DDP cuts its buckets anew after the first step, optimizers make their state. Such steps, and
@@ -25,7 +26,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from prismcalib.errors import CalibError
-from prismcalib.graph import Graph, Int64Array
+from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.propagation import Engine, pick_engine, propagate, propagate_batch
 from prismcalib.step_times import warmup_of
 from prismcalib.steps import StepModel
@@ -170,7 +171,7 @@ def resample_steps(
         raise CalibError(alike)
     if draws < 1:
         raise CalibError("no draws were asked for")
-    pool = _StepPool.of(rows, alike)
+    pool = _StepPool.of(rows, alike, graph)
     model = StepModel.of(graph, rows, header)
     draws = max(min(draws, _MOST_ROWS // (2 * graph.rows)), min(draws, _FEWEST_DRAWS))
     chosen: Engine = pick_engine(graph.rows, 2 * draws) if engine == "auto" else engine
@@ -208,6 +209,8 @@ class _StepPool:
         numbers: which of all steps these are, from 0.
         movable: int64[m], rows that belong to one of them, by rank, step and place.
         rank_of, step_of: int64[m], rank and step number of these rows.
+        drawn_by: int64[m], the rank whose choice decides how long the row takes: its own, and of
+            a communication the first of its members.
         first: int64[m], position in `movable` of the row's counterpart in the rank's first step.
         stride: int64[m], rows of the rank per step.
     """
@@ -218,11 +221,12 @@ class _StepPool:
     movable: Int64Array
     rank_of: Int64Array
     step_of: Int64Array
+    drawn_by: Int64Array
     first: Int64Array
     stride: Int64Array
 
     @classmethod
-    def of(cls, rows: pl.DataFrame, alike: list[int]) -> _StepPool:
+    def of(cls, rows: pl.DataFrame, alike: list[int], graph: Graph) -> _StepPool:
         table = rows.select(
             row=pl.int_range(pl.len()),
             rank=pl.col("rank").rank("dense").cast(pl.Int64) - 1,
@@ -238,21 +242,33 @@ class _StepPool:
         size = np.bincount(rank_of) // steps
         base = np.append([0], np.cumsum(size * steps))[rank_of]
         stride = size[rank_of]
+        movable = ordered["row"].to_numpy()
         return cls(
             ranks=ranks,
             steps=steps,
             numbers=np.array(alike, np.int64),
-            movable=ordered["row"].to_numpy(),
+            movable=movable,
             rank_of=rank_of,
             step_of=ordered["step"].to_numpy(),
+            drawn_by=_first_members(rank_of, graph.instance[movable]),
             first=base + (np.arange(len(base)) - base) % stride,
             stride=stride,
         )
 
-    def sources(self, choice: NDArray[np.int64]) -> Int64Array:
-        """int64[m], rows whose times the movable rows get; choice: int64[R, S]."""
-        chosen = choice[self.rank_of, self.step_of]
+    def sources(self, choice: NDArray[np.int64], rank_of: Int64Array) -> Int64Array:
+        """int64[m], rows whose times the movable rows get if `rank_of` chose; choice: int64[R, S]."""
+        chosen = choice[rank_of, self.step_of]
         return self.movable[self.first + chosen * self.stride]
+
+
+def _first_members(rank_of: Int64Array, instance: Int32Array) -> Int64Array:
+    """int64[m]: the lowest rank of the instance of every row, or its own."""
+    member = instance >= 0
+    lowest = np.full(int(instance.max(initial=-1)) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(lowest, instance[member], rank_of[member])
+    result = rank_of.copy()
+    result[member] = lowest[instance[member]]
+    return result
 
 
 def _step_times(
@@ -290,8 +306,8 @@ def _draws(
         if graph.dep_lag_ns is not None:
             lags = np.repeat(graph.dep_lag_ns[:, None], len(several), axis=1)
         for column, choice in enumerate(several):
-            source = pool.sources(choice)
-            durations[pool.movable, column] = graph.duration_ns[source]
+            durations[pool.movable, column] = graph.duration_ns[pool.sources(choice, pool.drawn_by)]
+            source = pool.sources(choice, pool.rank_of)
             if lags is None or graph.dep_lag_ns is None:
                 continue
             # The first step of a window depends on less than the others: it keeps its lags.

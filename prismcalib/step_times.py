@@ -3,7 +3,8 @@
 A step lasts from the end of the step before to its own last end, over all ranks
 (`step_durations`), and *the* step time is the median of the steps after the warm-up
 (`warmup_of`, `typical_ns`). Where a step was cut out of the trace, the next one lasts from its own
-first start (`cut_before`).
+first start, or from when it was left out by `prismcalib.chosen_steps`: that one's end is known
+(`cut_before`, `STEP_BEGINS`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from prismtrace.headers import CUT_BEFORE
 from prismtrace.schema import TraceHeader
 
 __all__ = [
+    "STEP_BEGINS",
     "StepTimes",
+    "begins_of_cut",
     "counted_steps",
     "cut_before",
     "laid_out",
@@ -34,13 +37,19 @@ __all__ = [
 ]
 
 
+STEP_BEGINS = "step_begins_ns"
+"""In `TraceHeader.extra` in memory: when steps begin whose predecessor was left out, if known."""
+
+
 def warmup_of(header: TraceHeader) -> int:
     """How many first steps of a trace do not count.
 
-    Of merged slices as many as `merge --warmup` said (1 if nothing); of a recorded run none,
-    since profilers have a warm-up of their own.
+    Of merged slices as many as `merge --warmup` said (1 if nothing); of a recorded run none unless
+    it was said, since profilers have a warm-up of their own; nor where the first were cut out.
     """
-    return int(header.extra.get("merge", {}).get("warmup", 0))
+    if header.steps and str(header.steps[0]) in header.extra.get(CUT_BEFORE, {}):
+        return 0
+    return int(header.extra.get("merge", {}).get("warmup") or 0)
 
 
 def laid_out(header: TraceHeader) -> bool:
@@ -52,6 +61,24 @@ def cut_before(header: TraceHeader, steps: Sequence[int]) -> tuple[int, ...]:
     """Positions of the steps, ascending, that do not follow the one before them in the trace."""
     cut = header.extra.get(CUT_BEFORE, {})
     return tuple(position for position, step in enumerate(steps) if str(step) in cut)
+
+
+def begins_of_cut(
+    header: TraceHeader, steps: Sequence[int], firsts_ns: Mapping[int, int]
+) -> dict[int, int]:
+    """When the steps at the positions of `cut_before` begin.
+
+    Args:
+        header: of the trace.
+        steps: their numbers, ascending.
+        firsts_ns: by position, where it is known: the first start in the step.
+    """
+    known = header.extra.get(STEP_BEGINS, {})
+    begins = {
+        place: known.get(str(steps[place]), firsts_ns.get(place))
+        for place in cut_before(header, steps)
+    }
+    return {place: int(begin) for place, begin in begins.items() if begin is not None}
 
 
 def step_durations(
@@ -84,7 +111,7 @@ def step_durations(
             for first, behind in runs
         ]
         return np.concatenate(parts, axis=-1)
-    reached = np.maximum.accumulate(ends_ns, axis=-1)
+    reached = np.maximum(np.maximum.accumulate(ends_ns, axis=-1), begin_ns)
     if firsts_ns is None:
         return np.diff(reached, axis=-1, prepend=begin_ns)
     begins = np.minimum(np.append([begin_ns], reached[:-1]), firsts_ns)
@@ -108,7 +135,7 @@ def step_table(
         durations = step_durations(first_start_ns, ends)
     else:
         firsts = bounds["start_ns"].to_numpy()
-        cut = {place: int(firsts[place]) for place in cut_before(header, steps.to_list())}
+        cut = begins_of_cut(header, steps.to_list(), dict(enumerate(firsts.tolist())))
         laid = laid_out(header)
         durations = step_durations(
             0 if laid else first_start_ns, ends, firsts if laid else None, cut=cut

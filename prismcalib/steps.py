@@ -19,6 +19,7 @@ import polars as pl
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.propagation import BatchTiming
 from prismcalib.step_times import (
+    begins_of_cut,
     counted_steps,
     cut_before,
     laid_out,
@@ -56,9 +57,11 @@ class StepModel:
         warmup = warmup_of(header)
         number = step_numbers(rows["step"])
         release = graph.release_ns
-        cut = cut_before(header, rows["step"].drop_nulls().unique().sort().to_list())
+        names = rows["step"].drop_nulls().unique().sort().to_list()
+        cut = cut_before(header, names)
         if release is None or not _apart(graph, number):
-            begins = {} if release is None else _first_releases(graph, release, number, cut)
+            firsts = {} if release is None else _first_releases(graph, release, number, cut)
+            begins = begins_of_cut(header, names, firsts)
             return cls(graph, number, apart=False, warmup=warmup, cut=begins)
         free = np.diff(graph.dep_offsets) == 0
         begin = np.full(int(number.max()) + 1, np.iinfo(np.int64).max)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +28,7 @@ from prismcalib.block_graph import graph_from_blocks
 from prismcalib.blocks import HeldTable, Layout, Tables, is_large
 from prismcalib.build import graph_from_trace
 from prismcalib.causes import Cause, find_causes
+from prismcalib.chosen_steps import ChosenSteps, chosen_steps, told
 from prismcalib.errors import MergeInputError
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.peers import Peers, is_operation_level, kind_labels, peer_durations
@@ -86,6 +87,7 @@ class StragglerReport:
         not_simulated: parts left out for their number, all with small differences.
         causes: what the pattern looks like, largest saving first.
         source_ranks: numbers of the ranks in the source, if they were numbered anew.
+        looked_at: which steps of the trace it is about; None: all that was given.
     """
 
     steps: tuple[int | None, ...]
@@ -99,6 +101,7 @@ class StragglerReport:
     not_simulated: dict[By, int] = field(default_factory=dict)
     source_ranks: tuple[int, ...] | None = None
     warmup: int = 0
+    looked_at: ChosenSteps | None = None
 
     @property
     def launch_slowdown(self) -> float:
@@ -128,6 +131,7 @@ class StragglerReport:
         )
         rows = zip(self.steps, base, without, ideal, strict=True)
         return {
+            **told(self.looked_at),
             "peers": self.peers,
             "rows_without_peers": self.without_peers,
             "warmup_steps": self.warmup,
@@ -167,6 +171,7 @@ def find_stragglers(
     peers: Peers | Literal["auto"] = "auto",
     limit: int = 128,
     engine: Engine = "auto",
+    steps: str = "auto",
 ) -> StragglerReport:
     """Find what slows a job down.
 
@@ -178,11 +183,21 @@ def find_stragglers(
         limit: parts to simulate of each sort, those that differ most from their peers; fewer
             in traces of more than 5 million rows, eight from 80 million on.
         engine: see `prismcalib.propagate`.
+        steps: which to look at, see `prismcalib.chosen_steps.chosen_steps`.
 
     Raises:
         MergeInputError: the trace does not tell transfer from waiting.
+        StepError: steps that are not in it.
     """
-    trace = source if isinstance(source, Trace) else open_trace(source)
+    whole = source if isinstance(source, Trace) else open_trace(source)
+    with chosen_steps(whole, steps) as (trace, looked_at):
+        found = _stragglers(trace, tuple(by), peers, limit, engine)
+    return replace(found, looked_at=looked_at)
+
+
+def _stragglers(
+    trace: Trace, by: tuple[By, ...], peers: Peers | Literal["auto"], limit: int, engine: Engine
+) -> StragglerReport:
     graph, nodes = _opened(trace)
     _require_transfers(trace, graph, nodes)
     header = trace.header

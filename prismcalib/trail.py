@@ -17,7 +17,7 @@ from prismcalib.paths import CriticalPath, cut_path
 from prismtrace.schema import LOCAL_KINDS
 from prismtrace.trace import instance_columns
 
-__all__ = ["marked_path"]
+__all__ = ["marked_path", "marked_rows"]
 
 # Ranks nearer than this are read together, at most so many at once.
 _APART = 8
@@ -37,7 +37,7 @@ def marked_path(layout: Layout, extent: Extent) -> CriticalPath:
         MergeInputError: no row is marked.
     """
     trace = layout.trace
-    numbers, last_row = _marked_rows(layout, extent.end_ns)
+    numbers, last_row = marked_rows(layout, extent.end_ns)
     if not len(numbers):
         raise MergeInputError(
             "no row of the trace is marked as critical",
@@ -67,7 +67,7 @@ def marked_path(layout: Layout, extent: Extent) -> CriticalPath:
     )
 
 
-def _marked_rows(layout: Layout, end_ns: int) -> tuple[Int64Array, int]:
+def marked_rows(layout: Layout, end_ns: int) -> tuple[Int64Array, int]:
     """Numbers of the rows marked critical, and of the first one that ends last."""
     found, last = [np.empty(0, np.int64)], -1
     for block in layout.blocks(["critical", "start_ns", "dur_ns"]):

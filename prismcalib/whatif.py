@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -23,6 +23,7 @@ from prismcalib.block_graph import step_model
 from prismcalib.block_picker import BlockPicker
 from prismcalib.blocks import Layout, is_large
 from prismcalib.build import graph_from_trace
+from prismcalib.chosen_steps import ChosenSteps, chosen_steps, numbered_as_whole, told
 from prismcalib.edits import Draft, Edit, scenario_edits
 from prismcalib.errors import PredicateError, ScenarioError
 from prismcalib.graph import Graph, Int32Array, Int64Array
@@ -107,14 +108,17 @@ class WhatIf:
     Attributes:
         baseline: the run as it was.
         scenarios: in the order in which they were given.
+        looked_at: which steps of the trace they are about; None: all that was given.
     """
 
     baseline: Scenario
     scenarios: tuple[Scenario, ...]
+    looked_at: ChosenSteps | None = None
 
     def as_dict(self, limit: int = 5) -> dict[str, Any]:
         """All of it as JSON values."""
         return {
+            **told(self.looked_at),
             "baseline": self.baseline.as_dict(limit),
             "scenarios": [scenario.as_dict(limit) for scenario in self.scenarios],
         }
@@ -126,6 +130,7 @@ def what_if(
     *,
     rules: WaitRules | None = None,
     engine: Engine = "auto",
+    steps: str = "auto",
 ) -> WhatIf:
     """Step times and critical paths of edited versions of a run; the trace is not changed.
 
@@ -135,9 +140,12 @@ def what_if(
             the order given.
         rules: wait rules of all scenarios, beside those that the trace was merged with.
         engine: see `prismcalib.propagate`.
+        steps: which to look at, see `prismcalib.chosen_steps.chosen_steps`; also of traces to
+            take durations from.
 
     Raises:
         MergeInputError: the trace is not calibrated.
+        StepError: steps that are not in it.
         PredicateError: an edit means no rows, or cannot be understood.
         ScenarioError: no scenario, a factor or duration below 0, or a trace to take durations
             from that does not fit.
@@ -145,8 +153,29 @@ def what_if(
     named = scenario_edits(edits, "edited")
     if not named:
         raise ScenarioError("no scenario was given")
-    trace = calibrated_trace(source)
-    model = _Model.of(trace, engine, len(named))
+    with chosen_steps(calibrated_trace(source), steps) as (trace, looked_at):
+        try:
+            answer = _answer(trace, named, rules, engine, steps)
+        except PredicateError as error:
+            if not looked_at.everything:
+                error.hint = "; ".join(filter(None, (error.hint, looked_at.sentence)))
+            raise
+        if not looked_at.everything:
+            # Paths are cut when they are looked at, from rows that may be gone by then.
+            for scenario in (answer.baseline, *answer.scenarios):
+                _ = scenario.critical_path
+        return replace(answer, looked_at=looked_at)
+
+
+def _answer(
+    trace: Trace,
+    named: Mapping[str, list[Edit]],
+    rules: WaitRules | None,
+    engine: Engine,
+    chosen: str,
+) -> WhatIf:
+    """The answer of `what_if` for a trace of nothing but the steps `chosen`."""
+    model = _Model.of(trace, engine, len(named), chosen)
     graph = model.steps.graph
     order = propagate(graph, model.engine).order
     baseline = model.run(graph, [model.draft(graph)], order)[0]
@@ -233,7 +262,7 @@ def _opened(trace: Trace) -> tuple[RowPicker, StepModel]:
     if is_large(trace):
         return BlockPicker(Layout.of(trace)), step_model(trace, also=_RUN_BYTES)
     graph, rows = graph_from_trace(trace)
-    return RowPicker(rows, trace.header), StepModel.of(graph, rows, trace.header)
+    return RowPicker(numbered_as_whole(rows), trace.header), StepModel.of(graph, rows, trace.header)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,18 +273,20 @@ class _Model:
     steps: StepModel
     engine: Engine
     rank: Int32Array
+    chosen: str
 
     @classmethod
-    def of(cls, trace: Trace, engine: Engine, scenarios: int) -> _Model:
+    def of(cls, trace: Trace, engine: Engine, scenarios: int, chosen: str) -> _Model:
         picker, steps = _opened(trace)
         rows = steps.graph.rows
-        chosen = pick_engine(rows, scenarios + 1) if engine == "auto" else engine
+        if engine == "auto":
+            engine = pick_engine(rows, scenarios + 1)
         rank = np.concatenate([part["rank"].to_numpy() for part in picker.places()])
-        return cls(picker, steps, chosen, rank)
+        return cls(picker, steps, engine, rank, chosen)
 
     def draft(self, graph: Graph) -> Draft:
         """Nothing edited yet."""
-        return Draft.of(self.picker, graph, apart=self.steps.apart)
+        return Draft.of(self.picker, graph, apart=self.steps.apart, steps=self.chosen)
 
     def run(self, graph: Graph, drafts: Sequence[Draft], order: Int32Array) -> list[_Run]:
         """Propagate all drafts, those with the structure and lags of `graph` together.

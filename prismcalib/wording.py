@@ -47,7 +47,7 @@ def start_text(found: tuple[float, tuple[int, int]] | None) -> str:
     share, (first, last) = found
     return (
         f"{percent_text(share)} of the critical path is the job's start and first step; to see the "
-        f"others alone, cut them out: `prismtrace slice-out --steps {first}-{last}`"
+        f"others alone, ask for them: `--steps {first}-{last}`"
     )
 
 

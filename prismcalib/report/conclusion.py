@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import polars as pl
 
 from prismcalib.paths import CriticalPath
+from prismcalib.report.markup import bytes_text
 from prismcalib.report.scan import LOCAL
 from prismcalib.report.tables import Pipeline
 from prismcalib.wording import RankNames, percent_text, start_text
 from prismtrace.group_names import group_family, group_labels
 from prismtrace.schema import TraceHeader
 
-__all__ = ["Conclusion", "conclude"]
+__all__ = ["Conclusion", "conclude", "peaks_note"]
 
 # Below these shares of the critical path something is no headline.
 _MUCH_IDLE = 0.25
@@ -73,6 +74,18 @@ def conclude(
         headline = _compute_sentence(path, ranks, pipeline, RankNames.of(header))
     notes = _notes(ranks, pipeline, traffic, path.length_ns) + _reservations(path)
     return Conclusion(headline, tuple(notes))
+
+
+def peaks_note(peaks: pl.DataFrame, names: RankNames) -> tuple[str, ...]:
+    """That memory peaks in what was left out, if it does; `peaks`: `RunSummary.peaks_left_out`."""
+    if peaks.is_empty():
+        return ()
+    rank, most, shown = peaks.row(0)
+    where = f"rank {names.text(rank)}"
+    if peaks.height > 1:
+        where = f"{peaks.height} ranks, most of all rank {names.text(rank)}"
+    here = "" if shown is None else f", {bytes_text(shown)} in the steps shown"
+    return (f"Memory peaks in what is left out on {where}: {bytes_text(most)}{here}.",)
 
 
 def _idle_sentence(

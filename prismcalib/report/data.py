@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from prismcalib.blocks import Layout
+from prismcalib.chosen_steps import ChosenSteps, chosen_steps, told
 from prismcalib.errors import MergeInputError
 from prismcalib.extent import Extent, extent_of
 from prismcalib.lateness import Lateness, find_late_ranks
 from prismcalib.paths import CriticalPath, calibrated_trace, require_partners
 from prismcalib.prediction import Prediction, path_basis, predict
-from prismcalib.report.conclusion import Conclusion, conclude
+from prismcalib.report.conclusion import Conclusion, conclude, peaks_note
 from prismcalib.report.grids import Grid
 from prismcalib.report.scan import scan
 from prismcalib.report.tables import (
@@ -30,6 +31,7 @@ from prismcalib.report.tables import (
 from prismcalib.stages import pipeline_stages
 from prismcalib.step_times import step_table, typical_ns, warmup_of
 from prismcalib.trail import marked_path
+from prismcalib.wording import RankNames
 from prismtrace.schema import TraceHeader
 from prismtrace.trace import Trace
 
@@ -82,6 +84,9 @@ class RunSummary:
         memory: None if the trace does not tell.
         virtual_rows: rows that no real rank measured.
         grids: what every rank does when.
+        looked_at: which steps of the trace it is about; None: all that was given.
+        peaks_left_out: rank, peak_bytes, shown_bytes (in the steps shown; null if unknown): ranks
+            that hold most in what was left out.
     """
 
     header: TraceHeader
@@ -103,6 +108,8 @@ class RunSummary:
     memory: Memory | None
     virtual_rows: int
     grids: tuple[Grid, ...]
+    looked_at: ChosenSteps | None = None
+    peaks_left_out: pl.DataFrame | None = None
 
     @property
     def step_ns(self) -> int:
@@ -117,7 +124,10 @@ class RunSummary:
     def as_dict(self) -> dict[str, Any]:
         """All numbers as JSON values; grids are left out."""
         header, pipeline, memory = self.header, self.pipeline, self.memory
+        peaks = self.peaks_left_out
         return {
+            **told(self.looked_at),
+            "memory_peaks_left_out": [] if peaks is None else peaks.to_dicts(),
             "conclusion": {"headline": self.conclusion.headline, "notes": self.conclusion.notes},
             "world_size": header.world_size,
             "rows": int(self.extent.rows.sum()),
@@ -165,6 +175,7 @@ def describe_run(
     cells: int = CELLS,
     straggler_rows: int = STRAGGLER_ROWS,
     on_rows: Callable[[int], None] | None = None,
+    steps: str = "auto",
 ) -> RunSummary:
     """Read a calibrated trace block by block and count everything a report says.
 
@@ -173,13 +184,42 @@ def describe_run(
         cells: how fine the grids are.
         straggler_rows: simulate stragglers only in traces of at most so many rows.
         on_rows: is told how many more rows have been read.
+        steps: which to look at, see `prismcalib.chosen_steps.chosen_steps`.
 
     Raises:
         MergeInputError: the trace is not calibrated, rows lack times, or the critical path is not
             marked.
         CoverageError, MissingMemberError: it lacks ranks that others communicate with.
+        StepError: steps that are not in it.
     """
-    trace = calibrated_trace(source)
+    whole = calibrated_trace(source)
+    with chosen_steps(whole, steps, marks=True) as (trace, looked_at):
+        summary = _described(trace, cells, straggler_rows, on_rows)
+        return about_steps(summary, whole, looked_at)
+
+
+def about_steps(summary: RunSummary, whole: Trace, looked_at: ChosenSteps) -> RunSummary:
+    """The summary of some steps of a trace with what is to be said of the others."""
+    if looked_at.everything:
+        return replace(summary, looked_at=looked_at)
+    level = pl.max_horizontal("mem_bytes", "mem_peak_bytes")
+    shown = summary.ranks.select("rank", shown_bytes="peak_bytes")
+    peaks = (
+        whole.nodes.group_by("rank")
+        .agg(peak_bytes=level.max())
+        .collect(engine="streaming")
+        .join(shown, on="rank", how="left")
+        .filter(pl.col("peak_bytes") > pl.col("shown_bytes").fill_null(0))
+        .sort("peak_bytes", "rank", descending=[True, False])
+    )
+    note = peaks_note(peaks, RankNames.of(summary.header))
+    conclusion = replace(summary.conclusion, notes=(*summary.conclusion.notes, *note))
+    return replace(summary, looked_at=looked_at, peaks_left_out=peaks, conclusion=conclusion)
+
+
+def _described(
+    trace: Trace, cells: int, straggler_rows: int, on_rows: Callable[[int], None] | None
+) -> RunSummary:
     header = trace.header
     layout = Layout.of(trace)
     extent = extent_of(trace, layout)
@@ -209,7 +249,7 @@ def describe_run(
         stragglers=stragglers,
         stragglers_absent=absent,
         late=find_late_ranks(trace) if rows <= straggler_rows else None,
-        prediction=predict(trace) if rows <= RESAMPLED_ROWS else None,
+        prediction=predict(trace, steps="all") if rows <= RESAMPLED_ROWS else None,
         memory=memory_of(counted.memory_bytes, extent, pipeline),
         virtual_rows=counted.virtual_rows,
         grids=counted.grids,
@@ -226,6 +266,6 @@ def _stragglers(trace: Trace, rows: int, most_rows: int) -> tuple[StragglerRepor
     from prismcalib.stragglers import find_stragglers
 
     try:
-        return find_stragglers(trace, by=("rank", "stage", "kind"), limit=24), ""
+        return find_stragglers(trace, by=("rank", "stage", "kind"), limit=24, steps="all"), ""
     except MergeInputError as error:
         return None, error.message

@@ -10,8 +10,9 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
+from prismcalib.chosen_steps import chosen_steps
 from prismcalib.paths import calibrated_trace
-from prismcalib.report.data import RunSummary, describe_run
+from prismcalib.report.data import RunSummary, about_steps, describe_run
 from prismcalib.report.encode import encode_timeline
 from prismcalib.report.lanes import Lane, read_lanes
 from prismcalib.report.markup import legend, ns_text
@@ -37,6 +38,7 @@ def write_report(
     *,
     most_bytes: int = MOST_BYTES,
     on_rows: Callable[[int], None] | None = None,
+    steps: str = "auto",
 ) -> RunSummary:
     """Write the report of a calibrated trace as one HTML file; returns its numbers.
 
@@ -45,14 +47,20 @@ def write_report(
         path: the file to write; replaced when the new one is whole.
         most_bytes: largest size of the file.
         on_rows: is told how many more rows have been read.
+        steps: which to look at, see `prismcalib.chosen_steps.chosen_steps`.
 
     Raises:
         MergeInputError: the trace is not calibrated, or rows lack times.
+        StepError: steps that are not in it.
         OutputError: the file cannot be written.
     """
-    trace = calibrated_trace(source)
-    with atomic_output(path) as temporary:
-        summary = describe_run(trace, on_rows=on_rows)
+    whole = calibrated_trace(source)
+    with (
+        atomic_output(path) as temporary,
+        chosen_steps(whole, steps, marks=True) as (trace, looked_at),
+    ):
+        summary = describe_run(trace, on_rows=on_rows, steps="all")
+        summary = about_steps(summary, whole, looked_at)
         page = render_page(trace, summary, most_bytes=most_bytes)
         temporary.write_text(page, encoding="utf-8")
     return summary
@@ -131,6 +139,8 @@ def _facts(summary: RunSummary) -> str:
     if steps:
         facts.append(f"{steps:,} step{'s' if steps > 1 else ''}")
         facts.append(f"step time {ns_text(summary.step_ns)} ({steps_text(steps, summary.warmup)})")
+    if summary.looked_at is not None and summary.looked_at.sentence:
+        facts.append(summary.looked_at.sentence)
     facts.append(f"window {ns_text(extent.window_ns)}")
     facts.append(f"{int(extent.rows.sum()):,} spans")
     groups = len(header.groups)

@@ -13,6 +13,7 @@ from prismcalib.report.answers import (
     ranks_section,
     stragglers_section,
 )
+from prismcalib.report.conclusion import peaks_note
 from prismcalib.report.data import RunSummary
 from prismcalib.report.grids import LEVELS
 from prismcalib.report.lanes import Lane
@@ -173,7 +174,11 @@ def _memory(summary: RunSummary) -> str:
             for name, line, peak in zip(memory.names, levels, peaks, strict=True)
         ],
     )
-    return about_text("Highest level in each of 256 slices of the window.") + chart + table
+    about = "Highest level in each of 256 slices of the window."
+    if summary.peaks_left_out is not None:
+        note = peaks_note(summary.peaks_left_out, RankNames.of(summary.header))
+        about = " ".join([*note, about])
+    return about_text(about) + chart + table
 
 
 def _basis(summary: RunSummary) -> str:

@@ -74,7 +74,9 @@ def test_the_command(tmp_path, capsys):
     assert lines[3].split("  ")[0] == "65 ns"
     assert "2 ranks" in lines[3]
     app(["waits", str(path), "--json", "--limit", "1"], standalone_mode=False)
-    (only,) = json.loads(capsys.readouterr().out)
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["steps_looked_at"]["left_out_before"] == []
+    (only,) = answer["waits"]
     assert (only["rank"], only["last"], only["waited_ns"]) == (2, 1, 30)
 
 

@@ -111,6 +111,6 @@ def test_a_long_start_is_told(make_run, capsys):
     slow = path.segments.with_columns(busy_ns=late)
     length = path.length_ns + slow["busy_ns"].sum() - path.segments["busy_ns"].sum()
     print_path(replace(path, segments=slow, length_ns=length), None, trace.header, 3)
-    assert "`prismtrace slice-out --steps 1-3`" in capsys.readouterr().out
+    assert "`--steps 1-3`" in capsys.readouterr().out
     once = critical_path(merge(make_run(steps=2).trace).trace)
     assert once.start_share() is None

@@ -131,12 +131,12 @@ def test_path_from_marks_is_the_critical_path(calibrated):
     quick = marked_path(Layout.of(calibrated), extent_of(calibrated))
     whole = critical_path(calibrated)
     assert quick.segments.equals(whole.segments)
-    assert quick.as_dict() == whole.as_dict()
+    assert quick.as_dict() == replace(whole, looked_at=None).as_dict()
 
 
 def test_path_of_real_ranks(megatron):
     quick = marked_path(Layout.of(megatron), extent_of(megatron))
-    assert quick.as_dict() == critical_path(megatron).as_dict()
+    assert quick.as_dict() == replace(critical_path(megatron), looked_at=None).as_dict()
 
 
 def test_path_with_eager_sends():
@@ -144,7 +144,7 @@ def test_path_with_eager_sends():
         synth.generate(JOBS["pipeline"]), rules=WaitRules(eager_below=2**40, rooted=True)
     ).trace
     summary = describe_run(trace)
-    assert summary.path.as_dict() == critical_path(trace).as_dict()
+    assert summary.path.as_dict() == replace(critical_path(trace), looked_at=None).as_dict()
 
 
 def test_times_are_those_of_predict(calibrated):

@@ -71,20 +71,23 @@ def merged(tmp_path_factory):
     return result, folder / "job.parquet"
 
 
-def test_all_commands_state_one_step_time(merged):
+@pytest.mark.parametrize("steps", ["auto", "all", "1-3"])
+def test_all_commands_state_one_step_time(merged, steps):
     result, path = merged
     report, trace = result.report, pt.open(path)
     assert warmup_of(trace.header) == report.warmup == 1
-    times = report.steps_ns
-    assert report.step_ns == sorted(times[1:])[1]
-    prediction = predict(trace, draws=4)
+    times = report.steps_ns if steps == "all" else report.steps_ns[1:]
+    assert report.step_ns == sorted(times[-3:])[1]
+    prediction = predict(trace, draws=4, steps=steps)
     assert prediction.steps["duration_ns"].to_list() == list(times)
     assert prediction.spread.observed_steps == 3
-    assert prediction.spread.simulated_steps == 3 * prediction.spread.draws
-    answer = what_if(trace, [Scale("true", 1.0)])
+    # The first of a window is drawn, but follows no step, and does not count.
+    drawn = 3 if steps == "all" else 2
+    assert prediction.spread.simulated_steps == drawn * prediction.spread.draws
+    answer = what_if(trace, [Scale("true", 1.0)], steps=steps)
     assert answer.baseline.steps_ns.tolist() == list(times)
-    compared = compare(trace, trace)
-    summary = describe_run(trace)
+    compared = compare(trace, trace, steps=steps)
+    summary = describe_run(trace, steps=steps)
     for step_ns in (
         prediction.step_ns,
         answer.baseline.step_ns,
@@ -94,9 +97,9 @@ def test_all_commands_state_one_step_time(merged):
         summary.step_ns,
     ):
         assert step_ns == report.step_ns
-    assert prediction.as_dict()["max_step_ns"] == max(times[1:])
-    found = find_stragglers(trace)
-    assert found.base_ns.tolist() == list(times[1:])
+    assert prediction.as_dict()["max_step_ns"] == max(times[-3:])
+    found = find_stragglers(trace, steps=steps)
+    assert found.base_ns.tolist() == list(times[-3:])
     assert found.steps == (1, 2, 3)
 
 
@@ -110,19 +113,23 @@ def test_all_commands_print_it_and_say_which_steps(merged):
     result, path = merged
     text = "3 steps, the first left out (warm-up)"
     times = []
+    for command in ("predict", "stragglers", "critical-path", "waits", "compare"):
+        printed = invoke(command, path, *([path] if command == "compare" else []))
+        assert "looking at steps 1-3; left out: the job's start and step 0 (" in printed
+        assert "(warm-up)" not in printed
     for command, pattern in {
         "predict": r"step time ([\d.]+ ms) \(median of ",
         "what-if": r"as it was +([\d.]+ ms)",
         "stragglers": r"as it was +([\d.]+ ms)",
     }.items():
-        more = ["--scale", "true", "1"] if command == "what-if" else []
+        more = ["--steps", "all", *(["--scale", "true", "1"] * (command == "what-if"))]
         printed = invoke(command, path, *more)
         assert text in printed, command
         times.append(re.search(pattern, printed)[1])
     assert times[0] == times[1] == f"{result.report.step_ns / 1e6:.3f} ms"
     mean = float(np.mean(result.report.steps_ns[1:]))
     assert times[2] == f"{mean / 1e6:.3f} ms"
-    assert json.loads(invoke("predict", path, "--json"))["warmup_steps"] == 1
+    assert json.loads(invoke("predict", path, "--json", "--steps", "all"))["warmup_steps"] == 1
 
 
 def test_a_single_step_is_no_mean_of_one(make_run, tmp_path):

@@ -37,7 +37,7 @@ def test_the_baseline_is_the_trace(merged):
         assert run.step_ns == predict(merged.trace).step_ns
         expected = prismcalib.critical_path(merged.trace)
         assert run.critical_path.segments.equals(expected.segments)
-        assert run.critical_path.as_dict() == expected.as_dict()
+        assert run.critical_path.as_dict() == replace(expected, looked_at=None).as_dict()
     assert only(answer).edited == merged.nodes.height
 
 
