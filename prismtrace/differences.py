@@ -234,7 +234,7 @@ class _Groups:
         return len(self.names) - 1
 
     def only(self, side: int) -> tuple[str, ...]:
-        """Names of the groups that only one of the traces has."""
+        """Labels of the groups that only one of the traces has."""
         others = set(self.numbers[1 - side].values())
         return tuple(self.names[n] for n in self.numbers[side].values() if n not in others)
 
