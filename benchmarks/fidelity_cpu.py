@@ -7,16 +7,16 @@ First, which cores are threads of one physical core is looked up or measured. Ev
 a physical core of its own; where there are twice as many, or cores have two threads, all threads but
 the program's are on another one (`fidelity/cores.py` says why), so that communication and
 computation do not get in each other's way, as on a GPU. Else, and with --one-core, they share the
-rank's: then times of communications are measured beside computation, and slices and emulated runs
-take of the core what gloo's threads take.
+rank's: then communications beside which it computes are measured so (`MEASURED`), and slices and
+emulated runs take of the core what gloo's threads take.
 
 Every shape: collect; then, in turn, true runs, slices with a merge, and runs of two sandbox ranks on the
-same cores, while the cores of the other ranks do the same kind of work for as large a part of the time
-as the ranks of the true run before did: T S E T S E T. What is
-measured is the time between the ends of the optimizer's steps. A true run is also recorded, so that
-phases can be compared, and so that the merged graph can be given its computation, then its transfers:
-what is left of the error then is not theirs. Runs with a slowed-down virtual rank come when all shapes are done, then
-further repeats while there is time (--more).
+same cores: T S E T S E T. Meanwhile the cores of the other ranks do the same kind of work, for as large a
+part of the time as the ranks of the true run before did. What is measured is the time between the
+ends of the optimizer's steps. A true run is also recorded, so that phases can be compared, and so
+that merged graphs can be given its computation, then its transfers: what is left of the error is not
+theirs. Runs with a slowed-down virtual rank come when all shapes are done, then further repeats
+while there is time (--more).
 
 All runs have as many steps: one of a run that is longer than its recording repeats the last
 step's data and virtual times, so that a single step would decide. Each graph is merged from slices
@@ -91,6 +91,20 @@ SHAPES = {
     "fsdp8": Shape(f"{MODEL} --batch-size 8 --fsdp 8", 8),
 }
 SLOWDOWNS = (1.2, 2.0)
+SIZES = "1K,64K,512K,1M,4M"
+MEASURED = {
+    True: (("all_reduce,all_gather,reduce_scatter,all_to_all,send", "2,4,8,16", SIZES),),
+    False: (
+        ("all_gather,all_to_all,send", "2,4", SIZES),
+        ("all_reduce", "2", SIZES),
+        ("all_reduce", "4", SIZES, "--beside-computation"),
+        ("all_reduce", "16", "1K"),
+        ("all_reduce", "16", SIZES.removeprefix("1K,"), "--beside-computation"),
+    ),
+}
+"""What is measured, where gloo's threads have cores of their own, and where they do not: then it matters
+whether the program computes meanwhile. It does beside gradients; it waits for tokens of experts, for a
+tensor group, and for the loss of all ranks."""
 
 
 class FailedError(Exception):
@@ -201,17 +215,6 @@ class Bench:
 
     # --- what every shape needs -------------------------------------------------------
 
-    def comm_bench(
-        self, title: str, output: Path, ranks: int, *words: str, cores: Sequence[tuple[int, ...]]
-    ) -> Any:
-        """Times of communications; the command's report."""
-        return self.command(
-            title,
-            *("comm-bench", "--nproc", str(ranks), *words, "-o", str(output)),
-            more=self.placed(cores),
-            kept=("operations",),
-        )["report"]["operations"]
-
     def note_machine(self) -> None:
         """What the results are from."""
         (self.output / "machine").mkdir(exist_ok=True)
@@ -235,29 +238,35 @@ class Bench:
         found["true_spent"].append(spent)
 
     def comm_table(self, ranks: int) -> Path:
-        """Times of communications as ranks of such a job see them.
-
-        A job whose ranks have one core each waits for communications while it computes: they are
-        measured beside computation.
-        """
+        """Times of communications as ranks of such a job see them: see `MEASURED`."""
         apart = self.is_apart(ranks)
         # As many as can have two cores each: with one they would measure something else.
         most = self.settings.most_ranks
         most = len(self.cores.paired(most)) if apart else most
         table = self.work / f"comm-{'apart' if apart else 'shared'}-{self.policy}.parquet"
         if not table.is_file():
-            members = [count for count in (2, 4, 8, 16) if count <= most]
-            every = self.cores.of_ranks(most, one_each=not apart)
-            self.comm_bench(
-                "comm-bench",
-                table,
-                most,
-                *("--group-sizes", ",".join(map(str, members)), "--rounds", "3"),
-                *("--kinds", "all_reduce,all_gather,reduce_scatter,all_to_all,send"),
-                *("--sizes", "1K,64K,512K,1M,4M"),
-                *(() if apart else ("--beside-computation",)),
-                cores=every,
-            )
+            placed = self.placed(self.cores.of_ranks(most, one_each=not apart))
+            logs = []
+            for number, (kinds, groups, sizes, *more) in enumerate(MEASURED[apart]):
+                members = [count for count in groups.split(",") if int(count) <= most]
+                log = table.with_name(f"{table.stem}-{number}.csv")
+                self.command(
+                    f"comm-bench {kinds} of {groups}",
+                    *("comm-bench", "--nproc", str(most), "--rounds", "3", "-o", str(log)),
+                    *(
+                        "--kinds",
+                        kinds,
+                        "--group-sizes",
+                        ",".join(members),
+                        "--sizes",
+                        sizes,
+                        *more,
+                    ),
+                    more=placed,
+                )
+                logs.append(str(log))
+            words = ("comm-table", *logs, "-o", str(table))
+            self.command("comm-table", *words, package="prismcalib")
         return table
 
     def collect(self, name: str, shape: Shape) -> dict[str, Any]:
