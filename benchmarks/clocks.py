@@ -1,5 +1,7 @@
 """What it takes to fit offsets and rates of many clocks, and how far from the truth they are.
 
+Clocks that were set anew are looked for, too, as `prismcalib merge` does.
+
     python benchmarks/clocks.py                8, 64, 256 and 1024 clocks
     python benchmarks/clocks.py --clocks 1024
 
@@ -11,6 +13,7 @@ or slow and are seconds apart, or all run alike. CPU is of one process, in which
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 
 import numpy as np
@@ -18,6 +21,8 @@ from numpy.typing import NDArray
 
 from prismcalib.clocks import fit_offsets
 from prismcalib.drift import fit_drift
+from prismcalib.jumps import find_jumps
+from prismcalib.relations import Relations
 
 WINDOW_NS = 60 * 10**9
 NOISE_NS = 40_000
@@ -41,8 +46,8 @@ def members(clocks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return instance, clock
 
 
-def measured(clocks: int, ppm: float) -> tuple[float, float, float, int]:
-    """CPU seconds for offsets and for rates, largest error of a rate in ppm, members."""
+def measured(clocks: int, ppm: float) -> tuple[float, float, float, float, int]:
+    """CPU seconds for offsets, rates and jumps, largest error of a rate in ppm, members."""
     random = np.random.default_rng(7)
     instance, clock = members(clocks)
     count = int(clock.max()) + 1
@@ -56,9 +61,14 @@ def measured(clocks: int, ppm: float) -> tuple[float, float, float, int]:
     fit = fit_offsets(instance, clock, end, tier, count)
     middle = time.process_time()
     drift = fit_drift(instance, clock, end, tier, fit.offset_ns, 0)
+    third = time.process_time()
+    aligned = end + fit.offset_ns[clock] + drift.shift(clock, end)
+    found = find_jumps(Relations(instance, clock, tier, count, 0), end, aligned, tier, 0)
     over = time.process_time()
+    if found:
+        sys.exit(f"no clock was set, but {found[0]}")
     wrong = np.abs(drift.rate * 1e6 - (rate[0] - rate) * 1e6).max()
-    return middle - begin, over - middle, float(wrong), len(end)
+    return middle - begin, third - middle, over - third, float(wrong), len(end)
 
 
 def main() -> None:
@@ -67,14 +77,15 @@ def main() -> None:
     parser.add_argument("--clocks", type=int, nargs="+", default=[8, 64, 256, 1024])
     options = parser.parse_args()
     measured(8, PPM)
-    print("| clocks | members of operations | run | offsets, CPU | rates, CPU | a rate is off by |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| clocks | members of operations | run | offsets, CPU | rates, CPU | jumps, CPU | a rate is off by |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for clocks in options.clocks:
         for ppm, name in ((0, "alike"), (PPM, "apart")):
-            offsets, rates, wrong, count = measured(clocks, ppm)
-            print(
-                f"| {clocks} | {count} | {name} | {offsets:.2f} s | {rates:.2f} s | {wrong:.4f} ppm |"
-            )
+            offsets, rates, jumps, wrong, count = measured(clocks, ppm)
+            times = " | ".join(f"{cpu:.2f} s" for cpu in (offsets, rates, jumps))
+            print(f"| {clocks} | {count} | {name} | {times} | {wrong:.4f} ppm |")
 
 
 if __name__ == "__main__":

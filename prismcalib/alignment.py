@@ -24,12 +24,14 @@ from prismcalib.drift import Drift, fit_drift
 from prismcalib.errors import ClockError
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.grouped import group_max, group_min
+from prismcalib.jumps import find_jumps
+from prismcalib.relations import Relations
 from prismcalib.rows import FARTHEST_NS
 from prismtrace.group_names import group_labels
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import ROOTED_KINDS, ClockDomain, Kind, TraceHeader
 
-__all__ = ["Alignment", "ClockReport", "DomainReport", "align_clocks"]
+__all__ = ["Alignment", "ClockJump", "ClockReport", "DomainReport", "align_clocks"]
 
 # Ends within one host agree to 0.05 ms (measured on 8 GPUs): starts may be off as much.
 _TOLERANCE_NS = 50_000
@@ -56,6 +58,35 @@ class DomainReport:
 
 
 @dataclass(frozen=True)
+class ClockJump:
+    """A clock that seems to have been set anew while it was read; no time is changed for it.
+
+    Attributes:
+        ranks: whose times it stamped, as text such as `0-7`.
+        host: where it runs; None: unknown.
+        size_ns: how much later its times are afterwards; negative: earlier.
+        after_ns, before_ns: between these times, from the first start of the run, it was set.
+        sorts: how many kinds of communication, group by group, show it; where it is one, their
+            members may as well end in another order since then.
+    """
+
+    ranks: str
+    host: str | None
+    size_ns: int
+    after_ns: int
+    before_ns: int
+    sorts: int
+
+    def __str__(self) -> str:
+        whose = f"the clock of ranks {self.ranks}" + (f" on {self.host}" if self.host else "")
+        way = "forward" if self.size_ns > 0 else "back"
+        return (
+            f"{whose} seems to have been set {way} by {abs(self.size_ns) / 1e6:.3f} ms between "
+            f"{self.after_ns / 1e9:.3f} and {self.before_ns / 1e9:.3f} s"
+        )
+
+
+@dataclass(frozen=True)
 class ClockReport:
     """How well the clocks fit.
 
@@ -67,6 +98,7 @@ class ClockReport:
         end_spread_before, end_spread_after: latest minus earliest end of an operation, with
             the clocks as recorded and as used; None if there was nothing to compare.
         inconsistent: symmetric collectives that a member ended before another started.
+        jumps: clocks that seem to have been set within the run.
     """
 
     mode: str
@@ -76,6 +108,7 @@ class ClockReport:
     end_spread_before: Spread | None
     end_spread_after: Spread | None
     inconsistent: int
+    jumps: tuple[ClockJump, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +179,21 @@ def align_clocks(
         clock.model_copy(update={"offset_ns": int(offset_ns), "uncertainty_ns": spread})
         for clock, offset_ns, spread in zip(domains, fit.offset_ns, uncertainty, strict=True)
     )
+    jumps: tuple[ClockJump, ...] = ()
+    if not keep and len(domains) > 1:
+        related = Relations(instance, domain[compared], tier, len(domains), reference)
+        ends = end[compared], aligned_end[compared] - int(aligned.min())
+        jumps = tuple(
+            ClockJump(
+                format_ranks(domains[jump.domain].ranks),
+                domains[jump.domain].host,
+                jump.size_ns,
+                jump.after_ns,
+                jump.before_ns,
+                jump.sorts,
+            )
+            for jump in find_jumps(related, *ends, _sorts(rows)[compared], reference)
+        )
     report = ClockReport(
         mode="keep" if keep else "align",
         reference_rank=int(rows["rank"][0]),
@@ -163,6 +211,7 @@ def align_clocks(
         end_spread_before=Spread.of(before),
         end_spread_after=Spread.of(after),
         inconsistent=int(inconsistent.sum()),
+        jumps=jumps,
     )
     # Ends that lie apart on one clock are late events, not a wrong clock.
     worst = (
@@ -220,6 +269,12 @@ def _tiers(rows: pl.DataFrame) -> Int32Array:
     }
     kinds = rows["kind"].cast(pl.String)
     return kinds.replace_strict(tier, return_dtype=pl.Int32).to_numpy()
+
+
+def _sorts(rows: pl.DataFrame) -> Int64Array:
+    """int64[n]: kind and group of each row in one number."""
+    kind, group = rows["kind"].to_physical().cast(pl.Int64), rows["group"].cast(pl.Int64)
+    return (kind * 2**32 + group.fill_null(-1)).to_numpy()
 
 
 def _fit(
@@ -296,7 +351,8 @@ def _refuse(
             f"ends of the same operation lie {worst}, more than the "
             f"{max_residual_ns / 1e6:.3f} ms allowed",
             where=f"clock={report.mode}",
-            hint="operations may be matched wrongly, or ranks of different runs mixed; "
+            hint="".join(f"{jump}; " for jump in report.jumps[:1])
+            + "operations may be matched wrongly, or ranks of different runs mixed; "
             + ("estimate the clocks with --clock align, or " if report.mode == "keep" else "")
             + f"accept it with --max-residual {_round_up(spread, max_residual_ns)}",
         )

@@ -22,7 +22,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from prismcalib.alignment import Alignment, align_clocks
+from prismcalib.alignment import Alignment, ClockJump, align_clocks
 from prismcalib.assembly import Values
 from prismcalib.clocks import Spread, worst_group
 from prismcalib.errors import ClockError, MergeInputError
@@ -79,6 +79,7 @@ class ExecutionReport:
             members that ended before the last member started.
         clamped_ns: time of both.
         chained: rows that the end of the step before had to release.
+        jumps: clocks that seem to have been set within it.
     """
 
     index: int
@@ -93,6 +94,7 @@ class ExecutionReport:
     transfer_clamps: int
     clamped_ns: int
     chained: int
+    jumps: tuple[ClockJump, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,6 +185,7 @@ def measure(path: Path, header: TraceHeader, clocks: Clocks, warmup: int) -> Exe
             transfer_clamps=int((early > 0).sum()),
             clamped_ns=int(overlap.sum() + early.sum()),
             chained=chained,
+            jumps=() if alignment is None else alignment.report.jumps,
         ),
     )
 

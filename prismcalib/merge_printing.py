@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from prismcalib.alignment import ClockJump
 from prismcalib.commands_comm import print_costs
 from prismcalib.durations import format_ns
 from prismcalib.merge_result import MergeReport
@@ -17,6 +18,8 @@ __all__ = ["print_merge", "print_slices"]
 
 _COUNTS = "  that counts"
 """Below idle times: the part of them on the critical path."""
+
+_MOST_JUMPS = 5
 
 
 def print_merge(report: MergeReport, header: TraceHeader, *, again: bool = False) -> None:
@@ -107,6 +110,7 @@ def _print_clocks(report: MergeReport) -> None:
                 for name, spread in (("as recorded", before), ("as used", after))
             ],
         )
+    _warn_of_jumps(clock.jumps)
     moved = [domain for domain in clock.domains if domain.offset_ns]
     if not moved:
         print(_no_correction(report))
@@ -124,6 +128,20 @@ def _print_clocks(report: MergeReport) -> None:
             )
             for domain in moved[:20]
         ],
+    )
+
+
+def _warn_of_jumps(jumps: Sequence[ClockJump], place: str = "") -> None:
+    for jump in jumps[:_MOST_JUMPS]:
+        doubt = "" if jump.sorts > 1 else "; or the one kind of communication that tells, changed"
+        print(f"warning: {place}{jump}{doubt}")
+    if not jumps:
+        return
+    more = len(jumps) - _MOST_JUMPS
+    print(
+        (f"and {counted(more, 'more clock')}. " if more > 0 else "")
+        + "Nothing was corrected for that: merge the steps before and after it by themselves "
+        "(`prismtrace slice-out --steps`)\n"
     )
 
 
@@ -193,6 +211,8 @@ def print_slices(report: SlicesReport) -> None:
             "have whole groups (`prismreplay slice --sandbox-size`), or measure communications "
             "(`prismreplay comm-bench`, then --comm-table)"
         )
+    for one in seen:
+        _warn_of_jumps(one.jumps, f"slice {one.index} ({one.file}): ")
     print(f"structure: every slice agrees with {report.checked_against}")
     print()
     if report.comm_costs is not None:

@@ -8,6 +8,7 @@ found once, since rates of clocks are fitted by many rounds over the same operat
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,11 +18,21 @@ from numpy.typing import NDArray
 from prismcalib.graph import Int64Array
 from prismcalib.grouped import Groups, group_max, group_min, numbered
 
-__all__ = ["Relations", "across_domains", "thin_out"]
+__all__ = ["DomainPair", "Relations", "across_domains", "thin_out"]
 
 _ROUNDS = 20
 # Offsets need some hundred operations per pair of domains, not millions.
 _MOST_PER_DOMAIN = 512
+
+
+@dataclass(frozen=True, eq=False)
+class DomainPair:
+    """Two domains that share operations, and int[p] each: members of these in either."""
+
+    parent: int
+    child: int
+    parent_members: NDArray[np.intp]
+    child_members: NDArray[np.intp]
 
 
 class Relations:
@@ -49,11 +60,12 @@ class Relations:
         self._across = np.flatnonzero(across_domains(instance, domain))
         number, domain = numbered(instance[self._across]), domain[self._across]
         edges = _edges(number, domain, tier[self._across])
+        self._edges = edges
         self._tree = _spanning_tree(edges, domains, reference)
         self._reference = reference
         self.reached = np.zeros(domains, np.bool_)
         self.reached[[reference, *(step.child for step in self._tree)]] = True
-        # Only edges of the tree are ever asked for.
+        # Offsets need no others.
         place = np.full(len(edges.first), -1)
         place[[step.edge for step in self._tree]] = np.arange(len(self._tree))
         in_tree = np.flatnonzero(place[edges.number] >= 0)
@@ -74,6 +86,32 @@ class Relations:
         for step, between in zip(self._tree, apart, strict=True):
             offset[step.child] = offset[step.parent] + step.sign * between
         return np.where(self.reached, self._refined(np.array(offset), end[self._kept]), 0)
+
+    def tree(self) -> Iterator[DomainPair]:
+        """Pairs of domains along which offsets are found, from the reference outwards."""
+        yield from self._pairs([(step.edge, step.sign) for step in self._tree])
+
+    def pairs_of(self, domains: Collection[int]) -> Iterator[DomainPair]:
+        """All pairs, in the tree or not, of which exactly one is among some domains: the child."""
+        both = zip(self._edges.first.tolist(), self._edges.second.tolist(), strict=True)
+        ways = (
+            (edge, (other in domains) - (one in domains)) for edge, (one, other) in enumerate(both)
+        )
+        yield from self._pairs([(edge, sign) for edge, sign in ways if sign])
+
+    def _pairs(self, signed: list[tuple[int, int]]) -> Iterator[DomainPair]:
+        """Pairs of domains by numbers of edges; of sign -1 those whose child is the first."""
+        edges = self._edges
+        order = np.argsort(edges.number, kind="stable")
+        bounds = np.searchsorted(edges.number[order], np.arange(len(edges.first) + 1))
+        for edge, sign in signed:
+            members = order[bounds[edge] : bounds[edge + 1]]
+            one, other = self._across[edges.one[members]], self._across[edges.other[members]]
+            first, second = int(edges.first[edge]), int(edges.second[edge])
+            if sign > 0:
+                yield DomainPair(first, second, one, other)
+            else:
+                yield DomainPair(second, first, other, one)
 
     def _refined(self, offset: Int64Array, end: Int64Array) -> Int64Array:
         """Alternate between the middle of each operation and the offset of each domain."""
