@@ -137,9 +137,14 @@ def merge(
         ),
     ] = False,
     warmup: Annotated[
-        int,
-        typer.Option(min=0, help="Slices: first steps that are not typical; kept, not counted."),
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=0,
+            show_default=False,
+            help="First steps that are not typical: kept, and left out by analyses. Without it 1 of "
+            "slices and of runs that `prismreplay` recorded, else 0.",
+        ),
+    ] = None,
     missing: Annotated[
         MissingMode,
         typer.Option(
@@ -240,13 +245,13 @@ def merge(
                 base=base,
                 reduce=reduce.value,
                 pool_steps=pool_steps,
-                warmup=warmup,
                 missing=missing.value,
                 unfold=unfold,
                 jobs=jobs,
                 ranks_per_host=ranks_per_host,
                 comm_table=comm_table,
             ),
+            warmup=warmup,
             verify=verify,
             advance=bar.advance,
         )

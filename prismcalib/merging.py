@@ -38,6 +38,7 @@ from prismcalib.propagation import Engine, Timing, critical_steps, propagate, sl
 from prismcalib.rows import FARTHEST_NS
 from prismcalib.slices import SliceOptions, merge_slices
 from prismcalib.waiting import WaitRules, apply_wait_rules, ready_times, waiting_rows
+from prismtrace.console import counted
 from prismtrace.schema import LOCAL_KINDS, TraceHeader, TraceKind, TransferSource
 from prismtrace.trace import (
     Trace,
@@ -83,6 +84,7 @@ def merge(
     max_residual_ns: int = DEFAULT_MAX_RESIDUAL_NS,
     rules: WaitRules | None = None,
     slices: SliceOptions | None = None,
+    warmup: int | None = None,
     verify: bool = False,
     advance: Callable[[int], None] = lambda _: None,
 ) -> MergeResult:
@@ -99,6 +101,8 @@ def merge(
         max_residual_ns: refuse data whose ends disagree more than this (median).
         rules: who waits for whom; by default everybody for everybody.
         slices: what to do with slices; without, the defaults of `SliceOptions`.
+        warmup: first steps that are not typical: kept, and left out by analyses. None: not said;
+            those of slices, and of runs that `prismreplay` recorded, leave out one.
         verify: propagate with the other engines as well and compare.
         advance: called with 1 for every slice file that is done.
 
@@ -114,9 +118,10 @@ def merge(
     rules = rules or WaitRules()
     files = _slice_files(source)
     if files is not None:
+        options = slices or SliceOptions()
         calibrated, campaign_report = merge_slices(
             files,
-            slices or SliceOptions(),
+            options if warmup is None else replace(options, warmup=warmup),
             engine=engine,
             clocks=Clocks(clock == "keep", max_residual_ns),
             rules=rules,
@@ -142,6 +147,7 @@ def merge(
     require_all_ranks(rows, trace.header)
     graph = structure_graph(rows, trace.header)
     require_all_members(graph, rows, trace.header)
+    _require_more_steps(warmup, trace)
     _require_matches(graph, rows, trace)
 
     alignment = align_clocks(
@@ -155,7 +161,7 @@ def merge(
 
     steps = critical_steps(split.graph, timing)
     report = _report(rows, graph.instances, split, timing, steps, alignment)
-    header = rules.note_in(_header(trace.header, report, alignment))
+    header = rules.note_in(_header(trace.header, report, alignment, warmup))
     nodes = _nodes(rows, split, timing, late, steps, alignment.origin_ns)
     return MergeResult(
         header,
@@ -186,6 +192,22 @@ def _require_matches(graph: Graph, rows: pl.DataFrame, trace: Trace) -> None:
             hint="the trace can be looked at (info, export) but has no common timeline; "
             "`prismtrace convert --unmatched keep` made it so, and `prismreplay record` of the job "
             "gives one that has",
+        )
+
+
+def _require_more_steps(warmup: int | None, trace: Trace) -> None:
+    """Steps have to remain behind the warm-up.
+
+    Raises:
+        MergeInputError: the run has no more steps than that.
+    """
+    steps = len(trace.header.steps)
+    if warmup and warmup >= steps:
+        raise MergeInputError(
+            f"a warm-up of {counted(warmup, 'step')} leaves nothing of a run "
+            + (f"that has {steps}" if steps else "whose steps are not marked"),
+            where=_place(trace),
+            hint="say fewer with --warmup, or leave it out",
         )
 
 
@@ -359,7 +381,12 @@ def _idle_inside(
     return Amount.of(inside), Amount.of(inside[critical])
 
 
-def _header(header: TraceHeader, report: MergeReport, alignment: Alignment) -> TraceHeader:
+def _header(
+    header: TraceHeader, report: MergeReport, alignment: Alignment, warmup: int | None
+) -> TraceHeader:
+    if warmup is None:
+        warmup = header.extra.get("merge", {}).get("warmup")
+    said = {} if warmup is None else {"warmup": warmup}
     policies = {
         "merge.overlap-clamped": report.overlap_clamps.count,
         "merge.transfer-clamped": report.transfer_clamps.count,
@@ -371,7 +398,7 @@ def _header(header: TraceHeader, report: MergeReport, alignment: Alignment) -> T
             "clock": alignment.domains,
             # Replaced, not added to: merging a calibrated trace again changes nothing.
             "policies": {**header.policies, **policies},
-            "extra": {**header.extra, "merge": report.as_dict()},
+            "extra": {**header.extra, "merge": {**report.as_dict(), **said}},
         }
     )
 

@@ -96,7 +96,7 @@ def find(
     if injected:
         scenario = what_if(calibrated, injected).scenarios[0]
         step_ns, whole_path, before_ns = scenario.step_ns, scenario.critical_path, step_ns
-    path = _of_counted_steps(whole_path or critical_path(calibrated), prediction.warmup)
+    path = _in_steps(whole_path or critical_path(calibrated))
     kinds = [
         Share(kind, busy + gap, share)
         for kind, busy, gap, share in path.shares("kind")
@@ -127,16 +127,15 @@ def _peak_memory(rank: Mapping[str, Any]) -> int:
     return int(rank["peak_allocated_bytes" if on_gpu else "peak_resident_bytes"])
 
 
-def _of_counted_steps(path: CriticalPath, warmup: int) -> CriticalPath:
-    """The part of a path that lies in the steps after the warm-up; all of it without steps.
+def _in_steps(path: CriticalPath) -> CriticalPath:
+    """The part of a path that lies in steps; all of it without steps.
 
-    In a short run most of the time is spent on getting ready, which is not what was asked.
+    A run of a single step is mostly spent on getting ready, which is not what was asked; of
+    longer ones analyses leave that out by themselves.
     """
-    steps = path.segments["step"].drop_nulls().unique().sort()
-    if steps.is_empty():
+    counted = path.segments.drop_nulls("step")
+    if counted.is_empty():
         return path
-    first = steps[min(warmup, len(steps) - 1)]
-    counted = path.segments.filter(pl.col("step") >= first)
     gap, busy, inner = (int(counted[name].sum()) for name in ("gap_ns", "busy_ns", "inner_idle_ns"))
     return replace(
         path,

@@ -8,6 +8,7 @@ from prismcalib import resampling, synth
 from prismcalib.build import graph_from_trace
 from prismcalib.errors import CalibError
 from prismcalib.merging import merge
+from prismcalib.path_printing import print_prediction
 from prismcalib.prediction import predict
 from prismcalib.propagation import propagate
 from prismcalib.resampling import resample_steps, why_not_resampled
@@ -137,3 +138,30 @@ def test_rows_outside_steps_stay(make_run):
     spread = predict(replace(result.trace, nodes=nodes.lazy()), draws=4).spread
     assert spread.observed_steps == 2
     assert spread.simulated_steps == 8
+
+
+def test_members_of_a_communication_take_its_transfer_from_one_step(make_run):
+    graph, rows = graph_from_trace(merge(make_run(steps=5).trace).trace)
+    member, step = graph.instance >= 0, rows["step"].to_numpy()
+    graph = replace(graph, duration_ns=np.where(member, 100 + step, step))
+    pool = resampling._StepPool.of(rows, [0, 1, 2, 3, 4], graph)
+    choices = np.random.default_rng(1).integers(0, 5, (20, pool.ranks, pool.steps))
+    ((durations, _),) = resampling._draws(graph, pool, choices)
+    for choice, drawn in zip(choices, durations.T, strict=True):
+        taken = pl.DataFrame({"instance": graph.instance[member], "ns": drawn[member]})
+        assert taken.unique().height == graph.instances
+        # Computation goes on taking what its own rank chose.
+        chosen = choice[rows["rank"].to_numpy()[~member], step[~member]]
+        assert drawn[~member].tolist() == chosen.tolist()
+
+
+def test_why_quantiles_do_not_hold_the_step_time_is_said(capsys):
+    trace = merge(synth.generate(job(**CALM, steps=3))).trace
+    prediction = predict(trace, draws=20)
+    print_prediction(prediction, trace.header, spread=True)
+    assert "the step time above" not in capsys.readouterr().out
+    for by, word in ((5, "shorter"), (-5, "longer")):
+        moved = tuple(replace(one, ns=one.ns + by) for one in prediction.spread.quantiles)
+        other = replace(prediction, spread=replace(prediction.spread, quantiles=moved))
+        print_prediction(other, trace.header, spread=True)
+        assert f"the step time above is {word}: it is the median" in capsys.readouterr().out
