@@ -51,7 +51,8 @@ class Cause:
     """One cause of a slowdown.
 
     Attributes:
-        kind: see the module.
+        kind: `slow-rank`, `slow-host`, `stage-imbalance`, `sequence-lengths`, `slow-network` or
+            `launch-delays`.
         where: rank, stage or group, as text.
         saves: share of the step time that goes without it; of the step without launch delays,
             of launch delays themselves: of the step as it was.

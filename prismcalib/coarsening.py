@@ -37,7 +37,12 @@ from prismtrace.trace import Trace, open_trace, write_nodes
 __all__ = ["Coarse", "CoarsenReport", "Grain", "coarsen"]
 
 Grain = Literal["exact", "microbatch"]
-"""Whether only rows that follow each other become one, or also operations of one group."""
+"""What becomes one row.
+
+`exact`: rows of one kind and stream that follow each other, with nothing from elsewhere in between;
+every row that remains keeps its times. `microbatch`: operations of one group, one after the other
+within a microbatch, as well; times stay as long as ranks arrive as they did.
+"""
 
 _PLACE = ("rank", "step", "microbatch", "chunk", "phase")
 _PROBES = 4
@@ -129,7 +134,7 @@ def coarsen(
 
     Args:
         source: a calibrated trace; with `exact` also a recorded one, or a bare graph.
-        grain: see the module.
+        grain: `exact` or `microbatch`.
 
     Raises:
         CoarsenError: a slice, or a trace without a common timeline where one is needed.

@@ -40,7 +40,7 @@ class Prediction:
             that which no computation hides; inner_idle_ns + gap_ns is all its idle time.
         basis: share of the critical path that rests on each kind of knowledge, largest
             first; the shares add up to 1.
-        spread: quantiles of the step time from resampled steps, see `prismcalib.resampling`.
+        spread: quantiles of the step time from resampled steps.
         why_no_spread: why there is none.
         estimates: how far the step time may be off because of transfers that were not measured;
             None if all were.

@@ -64,7 +64,7 @@ class Scenario:
         steps_ns: duration of every step, int64[S]; of the whole window if there are no steps.
         warmup: how many first steps do not count in the step time (see `merge --warmup`).
         length_ns: last end minus first start over all ranks; of the step that the critical path
-            goes through, if nothing connects the steps (see `prismcalib.steps`).
+            goes through, if nothing connects the steps.
         delta_ns: its step time minus that of the baseline; negative is faster.
     """
 

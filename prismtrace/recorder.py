@@ -62,7 +62,8 @@ class SpanWriter:
         path: the spool; a file that is there is replaced. Missing folders are made.
         rank: global rank of this program.
         world_size: ranks of the job; if no spool of a job says, the highest rank decides.
-        facts: more for the header of the trace, see `assemble`.
+        facts: what else to note: `host` or `clock` of the times, if not this host and its
+            `perf_counter`; `residual_ns`, by how much they may be off.
         background: write on a thread; without, whoever fills a chunk writes it.
 
     Raises:
@@ -205,7 +206,7 @@ class SpanWriter:
         return number, deps
 
     def add(self, record: tuple[Any, ...]) -> None:
-        """Record a node as `prismtrace.spool` describes it; index and deps are the caller's."""
+        """For recorders that number nodes and edges themselves: record a spool's array."""
         self._rows.append(record)
         if len(self._rows) >= CHUNK_ROWS:
             self._hand_over()
@@ -248,7 +249,7 @@ class SpanWriter:
         return number
 
     def add_fact(self, fact: dict[str, Any]) -> None:
-        """Record a fact for the trace's header; see `prismtrace.assembling`."""
+        """For recorders of their own kind: record a spool's fact."""
         self.add(fact)  # type: ignore[arg-type]
 
     # Writing ----------------------------------------------------------------------------

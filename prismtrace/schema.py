@@ -214,7 +214,7 @@ RankList = Annotated[
         }
     ),
 ]
-"""Ranks in order; JSON holds them as text such as ``"0-7"`` (see `prismtrace.ranks`)."""
+"""Ranks in order; JSON holds them as text such as ``"0-7"``, or ``"0-56/8"``: every eighth."""
 
 
 class _Model(BaseModel):

@@ -108,7 +108,8 @@ class GroupTable:
     def df(self) -> pl.DataFrame:
         """Columns id, name, desc, label, size, ranks (List(Int64), in group-rank order).
 
-        `label` is what tables and messages call it (`prismtrace.group_names`).
+        `label` is what tables and messages call it: its name, or where that is a bare number
+        its description and ranks.
         """
         groups, labels = self.header.groups, group_labels(self.header.groups)
         return pl.DataFrame(

@@ -75,7 +75,7 @@ class Violation:
     """
 
     rule: str
-    """Its name, one of `RULES`."""
+    """Its name, as `prismtrace validate` prints it."""
     message: str
     """What it asks for."""
     severity: Severity

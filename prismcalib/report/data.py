@@ -80,7 +80,7 @@ class RunSummary:
         stragglers_absent: empty, or why nothing was simulated.
         late: whom the others wait for; None where stragglers are absent for the trace's size.
         prediction: quantiles of the step time, and what estimated transfers leave open; None for
-            traces of more than `RESAMPLED_ROWS` rows.
+            traces of more than 200,000 rows.
         memory: None if the trace does not tell.
         virtual_rows: rows that no real rank measured.
         grids: what every rank does when.

@@ -42,7 +42,7 @@ class Grid:
 
     Attributes:
         shape: of the grid.
-        shares: uint8[parts, lines, bins], 0 to `LEVELS`; the rest of a cell is a gap.
+        shares: uint8[parts, lines, bins], in 15ths (`LEVELS`) of a cell; the rest of it is a gap.
     """
 
     shape: GridShape

@@ -151,13 +151,15 @@ def convert(
         comm_kernels: rules ``REGEX=KIND`` for communication kernels that are not NCCL's.
         keep_args: kernel arguments to keep as columns ``x_arg_…`` (kernel grain).
         groups: JSON file of process groups (name -> ranks) for traces that name none.
-        step_from: see `prismtrace.converters.kineto.annotate.step_ranges`.
+        step_from: what marks the steps: ``profilerstep`` (``ProfilerStep#N`` ranges), ``whole``
+            (a file is one step), ``auto`` (the former if there, else annotations such as
+            ``step 3``, else the latter) or a pattern for names of annotations; its first group,
+            if any, is the step's number, otherwise they are counted from 0.
         unmatched: ``refuse`` or ``keep`` communications that fit no group or no partner.
         recover: use what can be read of truncated or damaged files.
         strict: refuse when anything had to be repaired, dropped or assumed.
         mapping: TOML file that says what the columns of an operation-level log (Parquet or CSV)
-            mean, see `prismtrace.converters.ops`; of the options above only `strict` concerns
-            such a log.
+            mean; of the options above only `strict` concerns such a log.
         dask: address of a Dask scheduler; its workers read the files, which they and the folder
             of `output` have to see under the same paths. The same bytes come out.
         resume: keep what was read of each file beside `output` until the conversion succeeds

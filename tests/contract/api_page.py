@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
@@ -25,6 +27,9 @@ from prismtrace.errors import PrismError
 PACKAGES = ("prismtrace", "prismcalib", "prismcalib.synth", "prismreplay")
 NO_PART_OF_IT = {"apply"}
 """Methods that only the packages themselves call: an edit's, on a draft."""
+
+_REFERENCE = re.compile(r"`((?:prismtrace|prismcalib|prismreplay)(?:\.\w+)*)\.(\w+)`")
+"""A name in a docstring that says where it is."""
 
 _WIDTH = 100
 _SHORT = 40
@@ -123,6 +128,10 @@ def named(entries: list[Entry]) -> list[Entry]:
 def _places(entry: Entry) -> list[Place]:
     """What an entry names, in order."""
     found = {}
+    for module, name in _REFERENCE.findall(entry.text):
+        place = home(Place(module, name)) if importlib.util.find_spec(module) else None
+        if place and place != entry.place:
+            found[place] = None
     for text, module in entry.annotations:
         bare = ast.parse(_plain(ast.parse(text, mode="eval").body), mode="eval")
         names = [node for node in ast.walk(bare) if isinstance(node, ast.Name)]
@@ -224,21 +233,30 @@ def _parameter(parameter: inspect.Parameter) -> str:
 
 def call(name: str, function: Any, *, skip_first: bool = False) -> str:
     """How to call something, with types; one parameter a line if they do not fit in one."""
-    signature = inspect.signature(function)
-    parameters = list(signature.parameters.values())[1 if skip_first else 0 :]
-    parameters = [each for each in parameters if not each.name.startswith("_")]
-    texts, kinds = [], [each.kind for each in parameters]
-    for parameter in parameters:
-        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in texts:
-            texts += [] if parameter.VAR_POSITIONAL in kinds else ["*"]
-        texts.append(_parameter(parameter))
-    returned = signature.return_annotation
+    texts = _arguments(function, _parameter, skip_first=skip_first)
+    returned = inspect.signature(function).return_annotation
     says = isinstance(returned, str) and not inspect.isclass(function) and returned != "None"
     end = f") -> {returned}" if says else ")"
     line = f"{name}({', '.join(texts)}{end}"
     if len(line) <= _WIDTH:
         return line
     return "\n".join([f"{name}(", *(f"    {text}," for text in texts), end])
+
+
+def _arguments(
+    function: Any, shown: Callable[[inspect.Parameter], str], *, skip_first: bool = False
+) -> list[str]:
+    """Each parameter as `shown`, and the star before those that have to be named."""
+    parameters = list(inspect.signature(function).parameters.values())[1 if skip_first else 0 :]
+    parameters = [each for each in parameters if not each.name.startswith("_")]
+    star = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+    texts = []
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and not star:
+            texts.append("*")
+            star = True
+        texts.append(shown(parameter))
+    return texts
 
 
 def _of_function(name: str, value: Any) -> str:
@@ -343,8 +361,7 @@ def _row(entry: Entry) -> str:
     first = " ".join(doc.partition("\n\n")[0].split())
     arguments = ""
     if inspect.isfunction(value):
-        names = [_bare(each) for each in inspect.signature(value).parameters.values()]
-        arguments = f"({', '.join(names)})"
+        arguments = f"({', '.join(_arguments(value, _bare))})"
     shown = entry.link.replace(f"`{entry.name}`", f"`{entry.name}{arguments}`")
     return f"| {shown} | {first.replace('|', chr(92) + '|')} |"
 

@@ -40,6 +40,12 @@ def test_every_link_of_the_page_leads_to_one_heading(repo):
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) - set(places) == set()
 
 
+def test_every_name_that_a_text_points_to_is_on_the_page(repo):
+    text = (repo / "docs/reference/api.md").read_text(encoding="utf-8").partition(MARKER)[2]
+    named = set(re.findall(r"`((?:prismtrace|prismcalib|prismreplay)(?:\.\w+)+)", text))
+    assert named - {entry.title for entry in ENTRIES} == set()
+
+
 @pytest.mark.parametrize("entry", ENTRIES, ids=_title)
 def test_every_name_says_what_it_is(entry):
     assert "\n\n" in entry.text
