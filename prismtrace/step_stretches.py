@@ -9,7 +9,7 @@ from prismtrace.headers import CUT_BEFORE
 from prismtrace.rank_blocks import Names, in_order, joined_header, renamed
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import INDEX_BITS
-from prismtrace.trace import Trace, instance_columns, node_ids
+from prismtrace.trace import Trace, instance_columns, node_ids, node_schema
 
 __all__ = ["followed"]
 
@@ -114,16 +114,28 @@ def _numbered_on(later: pl.LazyFrame, before: pl.LazyFrame) -> pl.LazyFrame:
 def _placed_on(later: pl.LazyFrame, shift: dict[int, int]) -> pl.LazyFrame:
     """Rows with their indices and ids moved behind those of the earlier steps."""
 
-    def moved(rank: pl.Expr) -> pl.Expr:
-        return rank.replace_strict(shift, default=0, return_dtype=pl.Int32)
+    def moved(ids: pl.Series) -> pl.Series:
+        return ids + _shifts(ids // (1 << INDEX_BITS), shift).cast(pl.Int64)
 
-    rank, source = pl.col("rank"), pl.element() // (1 << INDEX_BITS)
-    index = pl.col("index") + moved(rank)
+    def elsewhere(block: pl.Series) -> pl.Series:
+        # Most blocks of most jobs: edges stay within ranks.
+        return block.list.eval(pl.element().map_batches(moved)) if block.list.len().sum() else block
+
+    index = pl.col("index") + pl.col("rank").map_batches(
+        lambda block: _shifts(block, shift), return_dtype=pl.Int32, is_elementwise=True
+    )
     return later.with_columns(
         index=index,
-        id=node_ids(rank, index),
-        xdeps=pl.col("xdeps").list.eval(pl.element() + moved(source.cast(pl.Int32)).cast(pl.Int64)),
+        id=node_ids(pl.col("rank"), index),
+        xdeps=pl.col("xdeps").map_batches(
+            elsewhere, return_dtype=node_schema()["xdeps"], is_elementwise=True
+        ),
     )
+
+
+def _shifts(rank: pl.Series, shift: dict[int, int]) -> pl.Series:
+    """By how much indices of ranks move; a block at a time, Polars would hold all rows for it."""
+    return rank.replace_strict(shift, default=0, return_dtype=pl.Int32)
 
 
 def _links(last: pl.DataFrame, first: pl.DataFrame, shift: dict[int, int]) -> pl.DataFrame:
