@@ -186,7 +186,8 @@ def _wanted(trace: Trace, steps: str) -> tuple[int, ...] | None:
     try:
         parsed = parse_steps(steps)
     except ValueError as error:
-        raise StepError(str(error), where=where) from error
+        hint = "auto leaves out the job's start, all nothing"
+        raise StepError(str(error), where=where, hint=hint) from error
     if parsed == "all":
         return None
     if isinstance(parsed, str):
