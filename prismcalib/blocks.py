@@ -20,10 +20,22 @@ from prismtrace.beside import Part
 from prismtrace.reading import reading
 from prismtrace.trace import Trace
 
-__all__ = ["BLOCK_ROWS", "LARGE_ROWS", "Block", "HeldTable", "Layout", "Tables", "is_large"]
+__all__ = [
+    "BLOCK_ROWS",
+    "BY_BLOCKS",
+    "LARGE_ROWS",
+    "Block",
+    "HeldTable",
+    "Layout",
+    "Tables",
+    "is_large",
+]
 
 LARGE_ROWS = 10_000_000
 """More rows than this are not held as a table: that takes about 300 bytes a row."""
+
+BY_BLOCKS = "by_blocks"
+"""In `TraceHeader.extra` in memory: cut out of a larger trace, to be read as that is read."""
 
 BLOCK_ROWS = 2_000_000
 """Rows of a block, unless one rank has more."""
@@ -31,6 +43,8 @@ BLOCK_ROWS = 2_000_000
 
 def is_large(trace: Trace) -> bool:
     """Whether the rows of a trace are too many to hold as a table."""
+    if BY_BLOCKS in trace.header.extra:
+        return True
     if trace.parts:
         return Layout.of(trace).total > LARGE_ROWS
     return int(trace.nodes.select(pl.len()).collect().item()) > LARGE_ROWS

@@ -24,7 +24,7 @@ import numpy as np
 import polars as pl
 
 from prismcalib.block_graph import graph_from_blocks, table_of
-from prismcalib.blocks import Layout, is_large
+from prismcalib.blocks import BY_BLOCKS, Layout, is_large
 from prismcalib.build import graph_from_trace
 from prismcalib.durations import format_ns
 from prismcalib.extent import extent_of
@@ -170,13 +170,13 @@ def chosen_steps(
         trace, nodes=trace.nodes.with_columns(pl.col("index").alias(WHOLE_INDEX)), parts=()
     )
     if not is_large(trace):
-        yield _marked(_with_begin(cut_out(whole, steps=wanted), begin_ns), marks=marks), left
+        yield _marked(_noted(cut_out(whole, steps=wanted), begin_ns), marks=marks), left
         return
     with TemporaryDirectory(prefix="prismcalib-steps-") as folder:
         file = Path(folder) / "steps.parquet"
         slice_out(whole, file, steps=wanted)
         cut = replace(open_trace(file), paths=trace.paths)
-        yield _with_path(_with_begin(cut, begin_ns)), left
+        yield _with_path(_noted(cut, begin_ns, **{BY_BLOCKS: True})), left
 
 
 def _wanted(trace: Trace, steps: str) -> tuple[int, ...] | None:
@@ -243,11 +243,11 @@ def _between(begin: Any, end: Any) -> int:
     return 0 if begin is None or end is None else max(int(end - begin), 0)
 
 
-def _with_begin(cut: Trace, begin_ns: int | None) -> Trace:
+def _noted(cut: Trace, begin_ns: int | None, **notes: Any) -> Trace:
     """The steps with a note of when the first of them begins: when those before it have ended."""
-    if begin_ns is None:
-        return cut
-    extra = {**cut.header.extra, STEP_BEGINS: {str(cut.header.steps[0]): begin_ns}}
+    extra = {**cut.header.extra, **notes}
+    if begin_ns is not None:
+        extra[STEP_BEGINS] = {str(cut.header.steps[0]): begin_ns}
     return replace(cut, header=cut.header.model_copy(update={"extra": extra}))
 
 
