@@ -173,7 +173,7 @@ part_plugin() {
         fi
     done
     lane="$was"
-    pytests plugin-tests 120 tests/prismreplay/plugin
+    pytests plugin-tests 200 tests/prismreplay/plugin
     ((${#tools[@]})) && wait "${tools[@]}"
 }
 part_kernels() {
