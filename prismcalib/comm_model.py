@@ -8,7 +8,8 @@ ring (steps grow with the ranks) or through a tree (with their logarithm); the f
 the times better is taken.
 
 Errors count relative to the time, so that small and large operations weigh the same.  What the
-fit leaves unexplained is the error of every answer.
+fit leaves unexplained is the error of every answer.  Where times do not grow with the bytes, they
+tell no bandwidth: then nothing is said of operations larger than those measured.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _FloatArray = NDArray[np.float64]
 
 _LEAST_SAMPLES = 3
 _ROUNDS = 60
+_LEAST_MOVING = 0.05  # share of the largest operation's time, below which bytes tell nothing
 _UNKNOWN = frozenset({Kind.OTHER_COMM, Kind.BARRIER})
 
 
@@ -47,7 +49,8 @@ class LinkFit:
         kind: kind of communication it was fitted to; None: all kinds together.
         form: ring or tree.
         alpha_ns: time of a step that moves nothing.
-        gb_per_s: bytes over the slowest link per ns.
+        gb_per_s: bytes over the slowest link per ns; None: unknown, the times do not grow with
+            the bytes.
         residual: root mean square of the relative errors (of logs of times).
         error: largest such error (of 40 samples or more: that of 19 in 20).
         samples: operations it was fitted to.
@@ -58,17 +61,24 @@ class LinkFit:
     kind: str | None
     form: Form
     alpha_ns: float
-    gb_per_s: float
+    gb_per_s: float | None
     residual: float
     error: float
     samples: int
     bytes: tuple[int, int]
     ranks: tuple[int, int]
 
-    def estimate(self, operation: Operation) -> Estimate:
-        """Time of an operation; beyond what was measured, the error counts twice."""
+    def estimate(self, operation: Operation) -> Estimate | None:
+        """Time of an operation; beyond what was measured, the error counts twice.
+
+        None if it is larger than those measured and the bandwidth is unknown.
+        """
         steps, volume = _work(operation.kind, operation.ranks, self.form)
-        time = self.alpha_ns * steps + operation.bytes * volume / self.gb_per_s
+        time = self.alpha_ns * steps
+        if self.gb_per_s is not None:
+            time += operation.bytes * volume / self.gb_per_s
+        elif operation.bytes > self.bytes[1]:
+            return None
         inside = (
             self.bytes[0] <= operation.bytes <= self.bytes[1]
             and self.ranks[0] <= operation.ranks <= self.ranks[1]
@@ -88,14 +98,16 @@ class CommModel:
     fits: tuple[LinkFit, ...]
 
     def estimate(self, operation: Operation) -> Estimate | None:
-        """Time of an operation; None if no link of its class was measured."""
+        """Time of an operation; None if no link of its class was measured, or too little of it."""
         if operation.bytes <= 0 or operation.kind in _UNKNOWN or operation.ranks < 2:
             return None
         link = _link(operation.hosts)
         kind = _plain(operation.kind)
         fits = {fit.kind: fit for fit in self.fits if fit.link == link}
-        fit = fits.get(kind, fits.get(None))
-        return None if fit is None else fit.estimate(operation)
+        for fit in (fits.get(kind), fits.get(None)):
+            if fit is not None and (found := fit.estimate(operation)) is not None:
+                return found
+        return None
 
 
 def fit_comm_model(measured: Sequence[tuple[Operation, float]]) -> CommModel:
@@ -131,7 +143,13 @@ def _fit(link: Link, kind: str | None, form: Form, part: list[tuple[Operation, f
     work = np.array([_work(op.kind, op.ranks, form) for op, _ in part])
     steps, moved = work[:, 0], work[:, 1] * np.array([op.bytes for op, _ in part], np.float64)
     time = np.array([time for _, time in part], np.float64)
+    beta: float | None
     alpha, beta, errors = _least_squares(steps, moved, np.log(time))
+    largest = int(moved.argmax())
+    by_bytes = beta * moved[largest]
+    if by_bytes < _LEAST_MOVING * (alpha * steps[largest] + by_bytes):
+        beta, constant = None, np.log(time / steps)
+        alpha, errors = float(np.exp(constant.mean())), constant.mean() - constant
     size = np.sort(np.abs(errors))
     worst = size[-1] if len(size) < 40 else size[math.ceil(0.95 * len(size)) - 1]
     # Two numbers were fitted, so the errors seen are smaller than those to come.
@@ -142,7 +160,7 @@ def _fit(link: Link, kind: str | None, form: Form, part: list[tuple[Operation, f
         kind=kind,
         form=form,
         alpha_ns=alpha,
-        gb_per_s=1 / beta,
+        gb_per_s=None if beta is None else 1 / beta,
         residual=float(np.sqrt(np.mean(errors**2))),
         error=float(worst) * freedom,
         samples=len(part),

@@ -205,6 +205,11 @@ def print_range(found: EstimateRange) -> None:
 def _print_fits(fits: tuple[LinkFit, ...]) -> None:
     from prismcalib.durations import format_ns
 
+    if not fits:
+        print(
+            "latency and bandwidth are unknown: no class of links has three operations of two sizes"
+        )
+        return
     table(
         "latency and bandwidth that explain the measured times",
         (
@@ -223,7 +228,7 @@ def _print_fits(fits: tuple[LinkFit, ...]) -> None:
                 fit.kind or "all",
                 fit.form,
                 format_ns(round(fit.alpha_ns)),
-                fit.gb_per_s,
+                "unknown" if fit.gb_per_s is None else fit.gb_per_s,
                 f"{fit.residual:.1%}",
                 f"{fit.error:.1%}",
                 fit.samples,
@@ -231,6 +236,11 @@ def _print_fits(fits: tuple[LinkFit, ...]) -> None:
             for fit in fits
         ],
     )
+    if any(fit.gb_per_s is None for fit in fits):
+        print(
+            "GB/s unknown: times do not grow with the bytes, so nothing tells what larger operations "
+            "than those measured take; measure larger ones (`prismreplay comm-bench`, then --comm-table)"
+        )
 
 
 def _kind(name: str | None) -> Kind | None:

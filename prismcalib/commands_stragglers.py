@@ -80,7 +80,7 @@ def _print(report: StragglerReport, limit: int) -> None:
     from prismcalib.causes import LAUNCH_DELAYS
     from prismcalib.durations import format_ns
     from prismcalib.step_times import steps_text
-    from prismcalib.wording import CAUSE_MEANING, PART_MEANINGS, share_text
+    from prismcalib.wording import CAUSE_MEANING, no_peers, share_text
 
     print_steps(report.looked_at)
     base, without, ideal = (
@@ -104,22 +104,18 @@ def _print(report: StragglerReport, limit: int) -> None:
             ),
             (
                 "ideal",
-                format_ns(ideal),
-                f"{report.slowdown:.4f}",
+                "unknown" if report.nothing_compared else format_ns(ideal),
+                None if report.nothing_compared else f"{report.slowdown:.4f}",
                 f"besides, every operation takes as long as {compared}",
             ),
         ],
     )
     if len(report.steps) > 1:
         print("means, so that single slow steps count; the step time of `predict` is a median")
-    if report.without_peers:
-        print(f"without a peer on another rank: {counted(report.without_peers, 'operation')}")
-    print()
-    for line in PART_MEANINGS:
-        print(line)
-    for by, parts in report.parts.items():
-        print()
-        _print_parts(report, by, parts, limit)
+    if report.nothing_compared:
+        print(f"\n{no_peers(report.peers)}")
+    else:
+        _print_compared(report, limit)
     print()
     print(
         "likely causes (what the step takes less without one; they overlap)"
@@ -135,6 +131,19 @@ def _print(report: StragglerReport, limit: int) -> None:
         print(f"  {cause.kind}, {cause.where}: {less}")
         print(f"      {cause.evidence}")
         print(f"      {cause.advice}")
+
+
+def _print_compared(report: StragglerReport, limit: int) -> None:
+    from prismcalib.wording import PART_MEANINGS
+
+    if report.without_peers:
+        print(f"without a peer on another rank: {counted(report.without_peers, 'operation')}")
+    print()
+    for line in PART_MEANINGS:
+        print(line)
+    for by, parts in report.parts.items():
+        print()
+        _print_parts(report, by, parts, limit)
 
 
 def _print_parts(report: StragglerReport, by: By, parts: Sequence[Part], limit: int) -> None:

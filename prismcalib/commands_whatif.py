@@ -178,9 +178,9 @@ def _scenarios(given: list[str]) -> dict[str, list[Edit]]:
         edits = named.setdefault(name, [])
         try:
             if flag == "--scale":
-                edits.append(Scale(values[0], float(values[1])))
+                edits.append(Scale(values[0], _factor(values[1])))
             elif flag == "--scale-gaps":
-                edits.append(ScaleGaps(values[0], float(values[1])))
+                edits.append(ScaleGaps(values[0], _factor(values[1])))
             elif flag == "--set":
                 edits.append(SetDuration(values[0], parse_ns(values[1])))
             elif flag == "--drop":
@@ -193,6 +193,14 @@ def _scenarios(given: list[str]) -> dict[str, list[Edit]]:
     if empty:
         raise typer.BadParameter(f"scenario {empty[0]!r} has no edits; they follow its name")
     return named
+
+
+def _factor(text: str) -> float:
+    """A factor: `0.5`; also with the sign of multiplication that tables show, `2x` and `x 2`."""
+    try:
+        return float(text.strip().lower().removeprefix("x").removesuffix("x"))
+    except ValueError:
+        raise ValueError(f"{text!r} is no factor (expected e.g. 0.5 or 2)") from None
 
 
 def _print_answer(answer: WhatIf, header: TraceHeader, limit: int) -> None:

@@ -88,6 +88,7 @@ class StragglerReport:
         causes: what the pattern looks like, largest saving first.
         source_ranks: numbers of the ranks in the source, if they were numbered anew.
         looked_at: which steps of the trace it is about; None: all that was given.
+        rows: how many rows were to be compared.
     """
 
     steps: tuple[int | None, ...]
@@ -102,6 +103,12 @@ class StragglerReport:
     source_ranks: tuple[int, ...] | None = None
     warmup: int = 0
     looked_at: ChosenSteps | None = None
+    rows: int = 0
+
+    @property
+    def nothing_compared(self) -> bool:
+        """Whether no row has a peer: then slowdowns of 1 say nothing."""
+        return 0 < self.rows <= self.without_peers
 
     @property
     def launch_slowdown(self) -> float:
@@ -134,6 +141,7 @@ class StragglerReport:
             **told(self.looked_at),
             "peers": self.peers,
             "rows_without_peers": self.without_peers,
+            "nothing_compared": self.nothing_compared,
             "warmup_steps": self.warmup,
             "launch_slowdown": self.launch_slowdown,
             "slowdown": self.slowdown,
@@ -237,6 +245,7 @@ def _stragglers(
         ),
         not_simulated=left_out,
         source_ranks=RankNames.of(header).source,
+        rows=len(actual),
     )
 
 

@@ -24,6 +24,7 @@ from prismcalib.block_picker import BlockPicker
 from prismcalib.blocks import Layout, is_large
 from prismcalib.build import graph_from_trace
 from prismcalib.chosen_steps import ChosenSteps, chosen_steps, numbered_as_whole, told
+from prismcalib.durations import format_ns
 from prismcalib.edits import Draft, Edit, scenario_edits
 from prismcalib.errors import PredicateError, ScenarioError
 from prismcalib.graph import Graph, Int32Array, Int64Array
@@ -48,13 +49,15 @@ __all__ = ["Scenario", "WhatIf", "what_if"]
 BASELINE = "as it was"
 """Name of the run without edits."""
 
+_SHOWN = 3  # scenarios in the text of an answer
+
 # Start, end and duration of all rows of all scenarios of one batch: at most about 1.5 GB.
 _MOST_CELLS = 2**26
 # Beside the graph: order, ranks, and of one scenario durations and times, some of them twice.
 _RUN_BYTES = 60
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Scenario:
     """One version of the run.
 
@@ -75,6 +78,13 @@ class Scenario:
     delta_ns: int
     _path: _PathRows
     warmup: int = 0
+
+    def __repr__(self) -> str:
+        """The scenario in a line; times of all rows are behind it."""
+        return (
+            f"<Scenario {self.name!r}: step {format_ns(self.step_ns)}, change "
+            f"{format_ns(self.delta_ns)}, {self.edited:,} rows edited>"
+        )
 
     @property
     def step_ns(self) -> int:
@@ -101,7 +111,7 @@ class Scenario:
         }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class WhatIf:
     """The run as it was, and every scenario.
 
@@ -114,6 +124,14 @@ class WhatIf:
     baseline: Scenario
     scenarios: tuple[Scenario, ...]
     looked_at: ChosenSteps | None = None
+
+    def __repr__(self) -> str:
+        """How long a step took, and how many scenarios there are, the first of them in a line."""
+        more = len(self.scenarios) - _SHOWN
+        shown = ", ".join(map(repr, self.scenarios[:_SHOWN]))
+        return f"<WhatIf: step {format_ns(self.baseline.step_ns)} {BASELINE}; {shown}" + (
+            f", ... {more} more>" if more > 0 else ">"
+        )
 
     def as_dict(self, limit: int = 5) -> dict[str, Any]:
         """All of it as JSON values."""

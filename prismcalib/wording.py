@@ -15,6 +15,7 @@ __all__ = [
     "PART_MEANINGS",
     "RankNames",
     "merge_first",
+    "no_peers",
     "parts_of_spans",
     "percent_text",
     "share_text",
@@ -80,6 +81,20 @@ def merge_first(kind: TraceKind) -> str:
     if kind == TraceKind.SLICE:
         return "merge all slices of the job (`prismcalib merge SLICES`) and pass the result"
     return "run `prismcalib merge` on it first and pass the result"
+
+
+def no_peers(peers: str) -> str:
+    """What to say where no operation has a peer; `peers`: how they were looked for."""
+    if peers == "position":
+        return (
+            "nothing to compare with: no two ranks do the same (one replica of each stage?), so "
+            "whether they are even is unknown; `prismcalib stragglers --peers type` compares all "
+            "operations of a sort, over stages, too"
+        )
+    return (
+        "nothing to compare with: each sort of operation is on one rank only, so whether ranks are "
+        "even is unknown; `prismcalib compare` takes another run for comparison"
+    )
 
 
 def parts_of_spans(header: TraceHeader) -> str:

@@ -31,6 +31,7 @@ from prismcalib.wording import (
     IDLE_INSIDE,
     PART_MEANINGS,
     RankNames,
+    no_peers,
     share_text,
 )
 from prismtrace.ranks import format_ranks
@@ -148,6 +149,9 @@ def stragglers_section(summary: RunSummary) -> str:
     report, names = summary.stragglers, RankNames.of(summary.header)
     if report is None:
         reason = f'<p class="empty">{escape(summary.stragglers_absent)}</p>'
+        return reason + _late_ranks(summary) + _slow_ranks(summary)
+    if report.nothing_compared:
+        reason = f'<p class="empty">{escape(no_peers(report.peers))}</p>'
         return reason + _late_ranks(summary) + _slow_ranks(summary)
     reading = about_text(
         f"Computed anew with every operation as long as on its peers, a step would take "

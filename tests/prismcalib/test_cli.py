@@ -156,7 +156,7 @@ def test_scenario_files_and_flags_together(aligned, tmp_path):
         (["--scale", "rank = 1"], "--scale takes PREDICATE and FACTOR"),
         (["--scale", "rank = 1", "--drop", "true"], "--scale takes PREDICATE and FACTOR"),
         (["--scale=rank = 1", "2"], "without ="),
-        (["--scale", "rank = 1", "half"], "could not convert"),
+        (["--scale", "rank = 1", "half"], "is no factor"),
         (["--set", "rank = 1", "5"], "not a duration"),
         (["--scenario", "a"], "has no edits"),
         (["--scenario", "a", "--drop", "true", "--scenario", "a", "--drop", "true"], "two"),

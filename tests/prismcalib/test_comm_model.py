@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -34,6 +35,20 @@ def test_true_values_are_found():
         assert fit.gb_per_s == pytest.approx(200, rel=1e-3)
         assert fit.residual < 1e-6
         assert fit.samples == len(SIZES)
+
+
+@pytest.mark.parametrize("slope", [0.0, -0.02])
+def test_times_that_do_not_grow_with_the_bytes_tell_no_bandwidth(slope):
+    samples = [
+        (operation(size=size), 42_000.0 * (1 + slope * place)) for place, size in enumerate(SIZES)
+    ]
+    model = fit_comm_model(samples)
+    assert {fit.gb_per_s for fit in model.fits} == {None}
+    assert json.loads(json.dumps(model.fits[0].as_dict()))["gb_per_s"] is None
+    found = model.estimate(operation(size=SIZES[-1] // 2))
+    assert found.time_ns == pytest.approx(42_000, rel=0.1)
+    # Larger ones may take any time.
+    assert model.estimate(operation(size=4 * SIZES[-1])) is None
 
 
 def test_ring_or_tree_is_told_from_several_sizes_of_groups():

@@ -9,6 +9,10 @@ from typer.testing import CliRunner
 
 from prismcalib import synth
 from prismcalib.cli import app
+from prismcalib.comm_costs import CostReport
+from prismcalib.comm_model import fit_comm_model
+from prismcalib.comm_table import Operation
+from prismcalib.commands_comm import print_costs
 from prismcalib.errors import CoarsenError, CommLogError
 from tests.prismcalib.nccl_logs import modern
 
@@ -99,3 +103,24 @@ def test_coarsen(tmp_path):
     assert "a tenth slower" in text
     with pytest.raises(CoarsenError):
         run("coarsen", tmp_path / "run", "--grain", "microbatch", "-o", tmp_path / "x.parquet")
+
+
+def test_a_bandwidth_that_the_times_do_not_tell_is_unknown(capsys):
+    measured = [
+        (Operation("all_gather", "float32", 4, 1, size), 50_000.0) for size in (2**10, 2**15, 2**20)
+    ]
+    report = CostReport(
+        ranks_per_host=4,
+        table=(),
+        from_table=0,
+        from_model=1,
+        extrapolated=0,
+        other_dtype=0,
+        left={},
+        fits=fit_comm_model(measured).fits,
+        doubts=(),
+    )
+    print_costs(report)
+    printed = capsys.readouterr().out
+    assert "unknown" in printed
+    assert "nothing tells what larger operations than those measured take" in printed

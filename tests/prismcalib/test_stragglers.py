@@ -15,9 +15,12 @@ import prismcalib
 from prismcalib import find_stragglers, merge, synth
 from prismcalib.blocks import HeldTable
 from prismcalib.causes import Cause
+from prismcalib.cli import app
 from prismcalib.errors import MergeInputError
 from prismcalib.peers import kind_labels, peer_durations
 from prismcalib.places import rank_places
+from prismcalib.report.answers import stragglers_section
+from prismcalib.report.data import describe_run
 from prismcalib.stages import job_places
 from prismcalib.wording import percent_text
 from prismtrace.converters import convert
@@ -340,7 +343,25 @@ def test_a_trace_that_does_not_tell_transfers_is_refused():
 def test_a_trace_of_one_rank_has_no_peers(tmp_path):
     report = find_stragglers(_trace(tmp_path, logs.simulate(pp=1, dp=1)))
     assert report.slowdown == 1
+    assert report.nothing_compared
     assert "rank" not in report.parts
+
+
+def test_stages_without_replicas_are_not_called_even(tmp_path, capsys):
+    job = synth.JobSpec(pp=4, tp=1, dp=1, layers_per_stage=1, steps=2, stragglers={2: 1.5})
+    calibrated = merge(synth.generate(job))
+    report = find_stragglers(calibrated.trace)
+    assert report.as_dict()["nothing_compared"]
+    path = tmp_path / "run.parquet"
+    calibrated.write(path)
+    app(["stragglers", str(path)], standalone_mode=False)
+    told = capsys.readouterr().out
+    assert "nothing to compare with" in told
+    assert "--peers type" in told
+    assert "by rank" not in told
+    section = stragglers_section(describe_run(path))
+    assert "nothing to compare with" in section
+    assert not find_stragglers(calibrated.trace, peers="type").nothing_compared
 
 
 # --- peers and places -------------------------------------------------------------------------

@@ -4,9 +4,11 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 import pytest
+from typer import BadParameter
 
 import prismcalib
 from prismcalib.build import graph_from_trace
+from prismcalib.cli import app
 from prismcalib.edits import Drop, Scale, ScaleGaps, SetDuration, SwapDurations, read_scenarios
 from prismcalib.errors import MergeInputError, PredicateError, ScenarioError
 from prismcalib.merging import merge
@@ -237,3 +239,24 @@ def test_broken_scenario_files(tmp_path, text, message):
     assert str(file) in caught.value.where
     with pytest.raises(InputFileError):
         read_scenarios(tmp_path / "none.toml")
+
+
+def test_a_scenario_is_told_in_a_line(merged):
+    answer = what_if(merged.trace, {str(k): [Scale("true", k)] for k in range(1, 6)})
+    for text in map(repr, (answer, *answer.scenarios)):
+        assert len(text) < 300
+        assert "\n" not in text
+    assert repr(answer.scenarios[1]).startswith("<Scenario '2': step ")
+    assert repr(answer).endswith(", ... 2 more>")
+
+
+def test_factors_are_written_as_tables_show_them(merged, tmp_path, capsys):
+    path = tmp_path / "a.parquet"
+    merged.write(path)
+    steps = []
+    for factor in ("2", "2x", "x 2"):
+        app(["what-if", str(path), "--scale", "true", factor, "--json"], standalone_mode=False)
+        steps.append(json.loads(capsys.readouterr().out)["scenarios"][0]["step_ns"])
+    assert len(set(steps)) == 1
+    with pytest.raises(BadParameter, match=r"'twice' is no factor \(expected e\.g\. 0\.5 or 2\)"):
+        app(["what-if", str(path), "--scale", "true", "twice"], standalone_mode=False)
