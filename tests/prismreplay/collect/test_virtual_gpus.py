@@ -114,6 +114,10 @@ def test_generators():
     torch.randn(2, generator=generator, device="cuda:5")
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="torch is built for GPUs and there is none: its compiler asks the driver",
+)
 @pytest.mark.usefixtures("shown")
 def test_compiled_code_is_on_it_too():
     double = torch.compile(lambda x: x + torch.ones(2, device="cuda:3"), backend="eager")
