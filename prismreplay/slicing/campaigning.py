@@ -153,6 +153,9 @@ def slice_job(
     """
     begun = time.monotonic()
     program.check()
+    # Of a worker that finds it missing all that is known is that it ended.
+    import safetensors  # noqa: F401
+
     stale.clean()
     with Nursery(prepare, perform) as nursery:
         campaign = _Campaign(program, folder, options, nursery, progress or (lambda *_: None))

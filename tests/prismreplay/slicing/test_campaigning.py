@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import os
+import sys
 
 import polars as pl
 import pytest
@@ -156,6 +157,13 @@ def test_a_graph_is_needed(job):
     run(SliceOptions(graph, 2))
     with pytest.raises(SliceError, match="where a bare graph is due"):
         run(SliceOptions(folder / "slices" / "slice-0000.parquet", 2))
+
+
+def test_a_package_that_workers_need_is_missed_before_they_begin(job, monkeypatch):
+    _folder, graph, run = job
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ModuleNotFoundError, match="safetensors"):
+        run(SliceOptions(graph, 2))
 
 
 def fail(task):
