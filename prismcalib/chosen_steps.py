@@ -31,10 +31,9 @@ from prismcalib.extent import extent_of
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.propagation import Timing, critical_arrays, propagate, slack
 from prismcalib.stall import missing_member_error
-from prismcalib.step_times import STEP_BEGINS
+from prismcalib.step_times import STEP_BEGINS, begun_before
 from prismtrace.cutting import cut_out, slice_out
 from prismtrace.errors import StepError
-from prismtrace.headers import CUT_BEFORE
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import TraceHeader
 from prismtrace.trace import Trace, node_ids, open_trace
@@ -202,7 +201,7 @@ def _wanted(trace: Trace, steps: str) -> tuple[int, ...] | None:
 def _first_typical(header: TraceHeader) -> int | None:
     """How many first steps are the job's start; None if the trace is not known to hold it."""
     steps = header.steps
-    if len(steps) < 2 or str(steps[0]) in header.extra.get(CUT_BEFORE, {}):
+    if len(steps) < 2 or begun_before(header):
         return None
     said = header.extra.get("merge", {}).get("warmup")
     if said is not None:

@@ -24,6 +24,7 @@ __all__ = [
     "STEP_BEGINS",
     "StepTimes",
     "begins_of_cut",
+    "begun_before",
     "counted_steps",
     "cut_before",
     "laid_out",
@@ -47,9 +48,14 @@ def warmup_of(header: TraceHeader) -> int:
     Of merged slices as many as `merge --warmup` said (1 if nothing); of a recorded run none unless
     it was said, since profilers have a warm-up of their own; nor where the first were cut out.
     """
-    if header.steps and str(header.steps[0]) in header.extra.get(CUT_BEFORE, {}):
+    if begun_before(header):
         return 0
     return int(header.extra.get("merge", {}).get("warmup") or 0)
+
+
+def begun_before(header: TraceHeader) -> bool:
+    """Whether the first step follows others that were cut out."""
+    return bool(header.steps) and str(header.steps[0]) in header.extra.get(CUT_BEFORE, {})
 
 
 def laid_out(header: TraceHeader) -> bool:

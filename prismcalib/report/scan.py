@@ -14,6 +14,7 @@ from prismcalib.graph import Int64Array
 from prismcalib.paths import inner_idle
 from prismcalib.report.coverage import cover
 from prismcalib.report.grids import Grid, GridWriter, grid_shapes
+from prismcalib.step_times import begun_before
 from prismtrace.schema import LOCAL_KINDS, P2P_KINDS
 
 __all__ = ["MEMORY_BINS", "PARTS", "Scan", "scan"]
@@ -85,7 +86,7 @@ def scan(
     """
     shapes = grid_shapes(len(extent.ranks), cells)
     writers = [GridWriter(shape, len(extent.ranks), len(PARTS)) for shape in shapes]
-    fold = _Fold(extent)
+    fold = _Fold(extent, begun=begun_before(layout.trace.header))
     columns: list[str | pl.Expr] = [*_COLUMNS, inner_idle(layout.columns).alias("inner_idle_ns")]
     blocks = layout.blocks(
         columns,
@@ -154,8 +155,9 @@ def _lanes(
 class _Fold:
     """Sums over blocks."""
 
-    def __init__(self, extent: Extent) -> None:
+    def __init__(self, extent: Extent, *, begun: bool) -> None:
         self._extent = extent
+        self._begun = begun
         self._tables: dict[str, list[pl.DataFrame]] = {}
         self._memory = np.full((len(extent.ranks), MEMORY_BINS), -1, np.int64)
         self._virtual = 0
@@ -237,15 +239,19 @@ class _Fold:
             .sort("step"),
             pairs=whole["pairs"].sort("group", "rank", "peer"),
             virtual_rows=self._virtual,
-            memory_bytes=_filled(self._memory),
+            memory_bytes=_filled(self._memory, begun=self._begun),
             grids=grids,
         )  # fmt: skip
 
 
-def _filled(levels: Int64Array) -> Int64Array | None:
-    """Levels with every unknown bin (-1) holding what was known before it; None if none is."""
+def _filled(levels: Int64Array, *, begun: bool) -> Int64Array | None:
+    """Levels with every unknown bin (-1) holding what was known before it; None if none is.
+
+    Before anything is known that is 0, in steps that follow others what is known first.
+    """
     if levels.max(initial=-1) < 0:
         return None
-    known = np.where(levels >= 0, np.arange(levels.shape[1]), 0)
+    first = (levels >= 0).argmax(axis=1) if begun else np.zeros(len(levels), np.int64)
+    known = np.where(levels >= 0, np.arange(levels.shape[1]), first[:, None])
     np.maximum.accumulate(known, axis=1, out=known)
     return np.maximum(np.take_along_axis(levels, known, axis=1), 0)

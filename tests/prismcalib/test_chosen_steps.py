@@ -167,6 +167,7 @@ def test_a_report_shows_the_steps_and_where_memory_peaks(started, tmp_path):
     assert page.count("Memory peaks in what is left out") == 2
     assert summary.as_dict()["memory_peaks_left_out"][0]["peak_bytes"] == 12 * GB
     assert summary.as_dict()["steps_looked_at"]["steps"] == [1, 2, 3]
+    assert summary.memory.levels.min() == 4 * GB
     everything = describe_run(started, steps="all")
     assert everything.peaks_left_out is None
     assert not any("Memory peaks" in note for note in everything.conclusion.notes)
