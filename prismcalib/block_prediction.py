@@ -10,7 +10,7 @@ from prismcalib.blocks import Layout
 from prismcalib.chosen_steps import WHOLE_INDEX, numbered_as_whole
 from prismcalib.estimates import EstimateRange, duration_factors, range_of, scaled
 from prismcalib.extent import extent_of
-from prismcalib.paths import CriticalPath, inner_idle
+from prismcalib.paths import CriticalPath, inner_idle, require_partners
 from prismcalib.prediction import Prediction, path_basis, rank_times
 from prismcalib.step_times import step_table_of, warmup_of
 from prismcalib.trail import marked_path
@@ -28,6 +28,7 @@ def predict_by_blocks(layout: Layout, draws: int) -> Prediction:
     """As `prismcalib.predict`, without resampling."""
     header = layout.trace.header
     extent = extent_of(layout.trace, layout)
+    require_partners(layout.trace)
     path = marked_path(layout, extent)
     columns: list[str | pl.Expr] = [
         *_RANK_COLUMNS,

@@ -37,8 +37,9 @@ class Lateness:
             rank, share = chosen.select("rank", "share").row(0)
             causing = self.ranks.filter(pl.col("caused_ns") > 0).height
             return (
-                f"no few ranks cause the waiting: it is spread over {causing}, rank {rank} has "
-                f"the largest part ({share:.0%})"
+                f"who arrives last is spread over {causing} ranks, rank {rank} causes the largest part "
+                f"of the waiting ({share:.0%}); `prismcalib stragglers` tells who is slow and who "
+                "only passes delays on"
             )
         *others, last = (str(rank) for rank in chosen["rank"])
         names = f"{', '.join(others)} and {last}" if others else last

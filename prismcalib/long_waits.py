@@ -11,7 +11,7 @@ import polars as pl
 
 from prismcalib.chosen_steps import chosen_steps
 from prismcalib.computing import covered_ns
-from prismcalib.paths import calibrated_trace
+from prismcalib.paths import calibrated_trace, require_partners
 from prismtrace.group_names import group_labels
 from prismtrace.reading import reading
 from prismtrace.schema import LOCAL_KINDS
@@ -76,9 +76,11 @@ def longest_waits(
 
     Raises:
         MergeInputError: the trace is not calibrated.
+        CoverageError: it lacks ranks that others communicate with.
         StepError: steps that are not in it.
     """
     with chosen_steps(calibrated_trace(source), steps) as (trace, _):
+        require_partners(trace)
         return _longest(trace, limit)
 
 

@@ -146,11 +146,7 @@ def critical_path(
 def _path(trace: Trace) -> CriticalPath:
     if is_large(trace):
         return _marked_path(trace)
-    graph, rows = graph_from_trace(trace)
-    missing = missing_member_error(graph)
-    if missing is not None:
-        raise missing
-    return stored_path(graph, rows, trace.header)
+    return stored_path(*graph_from_trace(trace), trace.header)
 
 
 def _marked_path(trace: Trace) -> CriticalPath:
@@ -165,7 +161,7 @@ def _marked_path(trace: Trace) -> CriticalPath:
 
 
 def require_partners(trace: Trace) -> None:
-    """Refuse a trace too large for its graph of which ranks were cut out, but not their partners.
+    """Refuse a trace of which ranks were cut out, but not their partners, where no graph tells.
 
     Raises:
         CoverageError: a group has ranks that are there and ranks that are not.
@@ -175,7 +171,10 @@ def require_partners(trace: Trace) -> None:
     if len(present) == header.world_size:
         return
     labels = group_labels(header.groups)
+    used = trace.nodes.select(pl.col("group").unique()).collect(engine="streaming")["group"]
     for group in header.groups:
+        if group.id not in used:
+            continue
         absent = set(group.ranks) - present
         if absent and len(absent) < len(group.ranks):
             raise CoverageError(
@@ -217,7 +216,14 @@ def _stored_timing(graph: Graph, rows: pl.DataFrame) -> Timing:
 
 
 def stored_path(graph: Graph, rows: pl.DataFrame, header: TraceHeader) -> CriticalPath:
-    """The critical path of the timing that a calibrated trace holds."""
+    """The critical path of the timing that a calibrated trace holds.
+
+    Raises:
+        MissingMemberError: it lacks ranks that others communicate with.
+    """
+    missing = missing_member_error(graph)
+    if missing is not None:
+        raise missing
     timing = _stored_timing(graph, rows)
     reached, left = critical_arrays(graph, timing)
     return cut_path(

@@ -103,6 +103,7 @@ def predict(
 
     Raises:
         MergeInputError: the trace is not calibrated.
+        CoverageError, MissingMemberError: it lacks ranks that others communicate with.
         StepError: steps that are not in it.
     """
     with chosen_steps(calibrated_trace(source), steps) as (trace, looked_at):

@@ -27,6 +27,12 @@ class Difference:
     guess: str = ""
     """What may have happened, when one explanation fits the operations that follow."""
 
+    def instead_of(self, rank: int) -> str:
+        """What most of the others enqueued, of those that enqueued something else than this rank."""
+        others = [text for text in self.what.values() if text != self.what.get(rank)]
+        # Of as many the first, so that the answer hangs on nothing else.
+        return Counter(others).most_common(1)[0][0] if others else self.what[rank]
+
 
 def first_difference(
     sequences: Mapping[int, OpSequence], numbers: Mapping[int, Sequence[int]]

@@ -234,6 +234,7 @@ def _culprit(
     detail: str,
 ) -> Culprit:
     site = last = None
+    differs = instance.difference if reason is Reason.DIFFERENT_OPERATION else None
     if rank in job.dumps and job.dumps[rank].entries:
         own = instance.position.get(rank)
         at = len(job.dumps[rank].entries) - 1 if own is None else own
@@ -246,7 +247,7 @@ def _culprit(
         reason=reason,
         group=instance.key[0].name,
         seq=instance.seq,
-        operation=instance.what,
+        operation=instance.what if differs is None else differs.instead_of(rank),
         waited_for_by=tuple(sorted(r for r in waiting if isinstance(r, int))),
         last_site=site,
         last_operation=last,
@@ -316,10 +317,11 @@ def _notes(job: FlightJob, state: JobState) -> list[str]:
     empty = [rank for rank, dump in job.dumps.items() if not dump.entries]
     if empty:
         notes.append(f"of {name_ranks(empty)} the dumps hold no operation")
-    if job.counts["group-of-communicator-users"]:
+    count = job.counts["group-of-communicator-users"]
+    if count:
         notes.append(
-            f"groups that are listed nowhere: {job.counts['group-of-communicator-users']}; their "
-            "members are the ranks that use them, so that one that never did would not be missed"
+            f"{count} group{'' if count == 1 else 's'} listed nowhere: members are the ranks that use "
+            "one, so that a rank that never did would not be missed"
         )
     lost = job.counts["kept-without-group"]
     if lost:

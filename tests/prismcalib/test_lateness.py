@@ -31,5 +31,6 @@ def test_waiting_that_nobody_in_particular_causes():
     ranks = pl.DataFrame({"rank": range(10), "last": [1] * 10, "caused_ns": [10] * 10})
     found = Lateness(10, 100, ranks.with_columns(share=pl.lit(0.1)))
     assert found.sentence == (
-        "no few ranks cause the waiting: it is spread over 10, rank 0 has the largest part (10%)"
+        "who arrives last is spread over 10 ranks, rank 0 causes the largest part of the waiting "
+        "(10%); `prismcalib stragglers` tells who is slow and who only passes delays on"
     )

@@ -1,10 +1,11 @@
 from dataclasses import replace
+from functools import partial
 
 import polars as pl
 import pytest
 
 import prismtrace as pt
-from prismcalib import describe_run
+from prismcalib import describe_run, longest_waits
 from prismcalib.errors import CoverageError, MergeInputError, MissingMemberError
 from prismcalib.merging import merge
 from prismcalib.path_printing import print_path
@@ -32,13 +33,14 @@ def test_ranks_that_others_wait_for_may_not_be_absent(make_run, tmp_path, monkey
     whole = merge(make_run().trace).trace
     cut = tmp_path / "cut.parquet"
     pt.slice_out(whole, cut, ranks=[0, 1])
-    for ask in (critical_path, predict, describe_run):
+    for ask in (critical_path, predict, partial(predict, draws=0), describe_run, longest_waits):
         with pytest.raises((MissingMemberError, CoverageError)):
             ask(pt.open(cut))
     # Too large for a graph: the groups tell.
     monkeypatch.setattr("prismcalib.paths.is_large", lambda _: True)
+    monkeypatch.setattr("prismcalib.prediction.is_large", lambda _: True)
     monkeypatch.setattr("prismcalib.report.data.RESAMPLED_ROWS", 0)
-    for ask in (critical_path, describe_run):
+    for ask in (critical_path, describe_run, predict):
         with pytest.raises(CoverageError, match="its other ranks wait for them"):
             ask(pt.open(cut))
     assert critical_path(whole).length_ns > 0

@@ -162,6 +162,20 @@ def test_another_operation_than_the_others(tmp_path, other):
     assert pending.differences[0] != pending.differences[1]
 
 
+def test_of_two_that_differ_each_is_told_what_the_other_enqueued(tmp_path):
+    ranks = recorders(2)
+    train(ranks)
+    for recorder in ranks:
+        recorder.run(state="started", shape=(8,) if recorder.rank == 1 else (2,))
+    first, second = find_hang(write_dumps(tmp_path, ranks)).culprits
+    assert first.reason is second.reason is Reason.DIFFERENT_OPERATION
+    assert first.last_operation is not None
+    assert first.last_operation.startswith(second.operation)
+    assert second.last_operation is not None
+    assert second.last_operation.startswith(first.operation)
+    assert first.operation != second.operation
+
+
 def test_a_left_out_operation_is_guessed(tmp_path):
     ranks = recorders(4)
     train(ranks)
