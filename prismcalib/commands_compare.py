@@ -95,12 +95,19 @@ def _print_comparison(comparison: Comparison, by: list[str], names: RankNames, l
         print(note)
     if comparison.ranks is not None and by != ["rank"]:
         print()
-        title = "ranks, largest effect first (averages hide a single slow rank)"
-        _print_classes(title, comparison.ranks, ["rank"], names, before, min(limit, 5))
+        title = "ranks, largest effect first (averages hide a single slow rank; --by rank: all)"
+        _print_classes(title, comparison.ranks, ["rank"], names, before, min(limit, 5), teaser=True)
 
 
 def _print_classes(
-    title: str, classes: pl.DataFrame, by: list[str], names: RankNames, before: int, limit: int
+    title: str,
+    classes: pl.DataFrame,
+    by: list[str],
+    names: RankNames,
+    before: int,
+    limit: int,
+    *,
+    teaser: bool = False,
 ) -> None:
     from prismcalib.durations import format_ns
 
@@ -122,6 +129,7 @@ def _print_classes(
             )
             for row in classes.head(limit).iter_rows(named=True)
         ],
+        of=0 if teaser else classes.height,
     )
 
 
@@ -211,4 +219,5 @@ def _print_health(found: Health, names: RankNames, limit: int, slower: float) ->
             )
             for row in found.ranks.sort("above", descending=True).head(limit).iter_rows(named=True)
         ],
+        of=found.ranks.height,
     )

@@ -166,4 +166,5 @@ def _print_parts(report: StragglerReport, by: By, parts: Sequence[Part], limit: 
             )
             for part in parts[:limit]
         ],
+        of=len(parts),
     )

@@ -50,6 +50,7 @@ def print_path(path: CriticalPath, late: Lateness | None, header: TraceHeader, l
                 (*names.cells(rank), last, format_ns(caused), f"{share:.1%}")
                 for rank, last, caused, share in late.ranks.head(limit).rows()
             ],
+            of=late.ranks.height,
         )
     columns: tuple[ShareColumn, ...] = ("kind", "rank", "group", "phase", "step")
     for column in columns:
@@ -119,6 +120,7 @@ def _print_shares(path: CriticalPath, column: ShareColumn, names: RankNames, lim
             )
             for value, count, busy, idle, gap, share in shares.head(limit).rows()
         ],
+        of=shares.height,
     )
 
 

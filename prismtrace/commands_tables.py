@@ -143,9 +143,7 @@ def _print_classes(title: str, classes: Sequence[ClassDifference], limit: int) -
         for row, one in zip(rows, shown, strict=False):
             share = one.change_ns and one.time_a_ns and 100 * one.change_ns / one.time_a_ns
             row += [_ms(one.time_a_ns), _ms(one.time_b_ns), _ms(one.change_ns), share or None]
-    console.table("", columns, rows)
-    if len(shown) > limit:
-        print(f"... and {len(shown) - limit} more (--limit, or --json lists all)")
+    console.table("", columns, rows, of=len(shown))
 
 
 def _ms(time_ns: int | None) -> float | None:

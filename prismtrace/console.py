@@ -182,8 +182,12 @@ def _jsonable(obj: Any) -> Any:
     raise TypeError(f"{type(obj).__name__} cannot be written as JSON")
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, of: int = 0
+) -> None:
     """Print a table to stdout; columns that hold only numbers are right-aligned.
+
+    Where there are more rows (`of`) than a command's --limit let through, the last line says so.
 
     `None` becomes `-`. On a terminal Rich draws it and folds long cells to the width; into
     a file or pipe it is plain text with two spaces between columns and nothing cut.
@@ -198,6 +202,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
         _print_rich_table(title, columns, cells, right)
     else:
         _print_plain_table(title, columns, cells, right)
+    if of > len(raw):
+        print(f"... and {of - len(raw)} more (--limit)")
 
 
 def row_or_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
