@@ -85,6 +85,7 @@ def _print_comparison(comparison: Comparison, by: list[str], names: RankNames, l
             ("change", *change(comparison.change_ns)),
             ("if all classes took as long as in B", *change(comparison.own_effect_ns)),
             ("if idle time between spans were as in B", *change(comparison.gap_effect_ns)),
+            ("neither: other operations, other order", *change(comparison.rest_ns)),
         ],
     )
     print()
@@ -109,8 +110,10 @@ def _print_classes(
     *,
     teaser: bool = False,
 ) -> None:
+    from prismcalib.comparing import cut_otherwise
     from prismcalib.durations import format_ns
 
+    shown = classes.head(limit).with_columns(cut=cut_otherwise(by))
     heads = [head for name in by for head in (names.heads if name == "rank" else (name,))]
     table(
         title,
@@ -122,15 +125,21 @@ def _print_classes(
                 f"{row['count_b']:.4g}",
                 format_ns(row["time_a_ns"]),
                 format_ns(row["time_b_ns"]),
-                None if row["ratio"] is None else f"x {row['ratio']:.3f}",
+                _ratio_cell(row),
                 None if row["effect_ns"] is None else format_ns(row["effect_ns"]),
                 None if row["effect_ns"] is None else f"{row['effect_ns'] / before:+.1%}",
                 {True: "yes", False: "within noise", None: None}[row["clear"]],
             )
-            for row in classes.head(limit).iter_rows(named=True)
+            for row in shown.iter_rows(named=True)
         ],
         of=0 if teaser else classes.height,
     )
+
+
+def _ratio_cell(row: dict[str, Any]) -> str | None:
+    if row["ratio"] is None:
+        return None
+    return f"x {row['ratio']:.3f}" + (" in all" if row["cut"] else "")
 
 
 def _class_cells(row: dict[str, Any], name: str, names: RankNames) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ is small where the time disappears in somebody's waiting.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,14 +25,22 @@ from prismcalib.paths import calibrated_trace
 from prismcalib.propagation import propagate, propagate_batch
 from prismcalib.step_times import step_table_of, typical_ns, warmup_of
 from prismcalib.steps import StepModel
+from prismcalib.wording import longer_text
+from prismtrace.schema import LOCAL_KINDS
 from prismtrace.trace import Source, Trace
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "compare", "cut_otherwise"]
 
 # Differences of means that random variation between steps does not make.
 _CLEAR = 3.0
 # Operations per step and rank; less is a rare one, or rounding.
 _FEWEST_ADDED = 0.01
+# Numbers of spans that differ by more: computation is cut otherwise, or there is more of it.
+_RECUT = 0.05
+# Share of both runs' operations whose class the other run lacks.
+_STRANGE = 0.3
+# Share of the step that neither durations nor idle time explain.
+_UNEXPLAINED = 0.05
 # A mean size that changes by more, relative to the larger.
 _RESIZED = 0.005
 _SIZES_TOLD = 4
@@ -52,11 +60,13 @@ class Comparison:
     Attributes:
         step_a_ns, step_b_ns: step times (medians).
         own_effect_ns: change of the step time if all classes took as long as in the second run;
-            the rest of the difference lies in gaps, structure, or single operations.
+            the rest of the difference lies in gaps, structure, or single operations. Computation
+            of which there are more or fewer rows counts by its whole time: it may be cut otherwise.
         gap_effect_ns: the same for idle time before operations.
         classes: kind, phase, group, name (those asked for), then per run, per step and rank:
             count_a, count_b, time_a_ns, time_b_ns (own times), wait_a_ns, wait_b_ns; change_ns
-            (of time), ratio (of the mean durations; null if in one run only), clear (whether
+            (of time), ratio (of the mean durations; of whole times where `cut_otherwise`; of a
+            rank over its sorts of operations that both runs have; null if in one run only), clear (whether
             the change is larger than the variation between steps; null with fewer than three
             steps), effect_ns (of the class on the step; null for small classes).  Largest
             effect first.
@@ -66,6 +76,7 @@ class Comparison:
         sizes: communications that carry more or less in the second run: kind, phase, group,
             bytes_a, bytes_b (means), largest change of the mean first.
         looked_at: which steps of the two traces are compared; None: all that were given.
+        doubts: what makes the times of one of the runs doubtful.
     """
 
     step_a_ns: int
@@ -76,11 +87,17 @@ class Comparison:
     ranks: pl.DataFrame | None
     sizes: pl.DataFrame
     looked_at: tuple[ChosenSteps, ChosenSteps] | None = None
+    doubts: tuple[str, ...] = ()
 
     @property
     def change_ns(self) -> int:
         """Step time of the second run minus that of the first."""
         return self.step_b_ns - self.step_a_ns
+
+    @property
+    def rest_ns(self) -> int:
+        """The change that neither effect explains: other operations, or another order of them."""
+        return self.change_ns - self.own_effect_ns - self.gap_effect_ns
 
     @property
     def only_in_a(self) -> float:
@@ -104,12 +121,37 @@ class Comparison:
             f"{after:,.0f} bytes in B, {before:,.0f} in A (means)"
             for kind, phase, group, before, after in self.sizes.head(_SIZES_TOLD).rows()
         )
-        return *sizes, *(
-            f"{added:.4g} operations per {per} exist only in {run}: effects are those "
-            "of longer or shorter operations, not of more or fewer"
-            for run, added in (("A", self.only_in_a), ("B", self.only_in_b))
-            if added >= _FEWEST_ADDED
+        added = (
+            f"{more:.4g} operations per {per} exist only in {run}: effects are those of longer or "
+            "shorter operations, not of more or fewer (of computation those of more or less time)"
+            for run, more in (("A", self.only_in_a), ("B", self.only_in_b))
+            if more >= _FEWEST_ADDED
         )
+        return *self.doubts, *sizes, *added, *self._names_differ(), *self._unexplained()
+
+    def _names_differ(self) -> Iterator[str]:
+        """Classes of other names may hold the same operations."""
+        if "name" not in self.classes.columns:
+            return
+        other = self.classes.filter(pl.col("ratio").is_null())
+        strange = [float(other[f"count_{run}"].sum()) for run in "ab"]
+        whole = [float(self.classes[f"count_{run}"].sum()) for run in "ab"]
+        if all(few > _STRANGE * of for few, of in zip(strange, whole, strict=True)):
+            yield (
+                "much of both runs has names that the other one lacks: compare without names, "
+                "`--by kind --by phase --by group`"
+            )
+
+    def _unexplained(self) -> Iterator[str]:
+        """Effects need not add up to the change, nor have its sign."""
+        share = self.rest_ns / max(self.step_a_ns, 1)
+        if abs(share) > _UNEXPLAINED and abs(self.rest_ns) > abs(self.change_ns) / 2:
+            yield (
+                f"{share:+.1%} of the step comes neither from longer or shorter operations nor from "
+                "idle time: B does other things, or in another order. Effects are what A's order of "
+                "operations makes of B's times, and need not have the sign of the change; what each "
+                "run waits for says its `prismcalib critical-path`"
+            )
 
     def as_dict(self, limit: int | None = None) -> dict[str, Any]:
         """The comparison as JSON values, with the first `limit` classes."""
@@ -125,6 +167,7 @@ class Comparison:
             "change_ns": self.change_ns,
             "own_effect_ns": self.own_effect_ns,
             "gap_effect_ns": self.gap_effect_ns,
+            "rest_ns": self.rest_ns,
             "only_in_a": self.only_in_a,
             "only_in_b": self.only_in_b,
             "notes": list(self.notes),
@@ -185,8 +228,11 @@ def _compared(traces: Sequence[Trace], by: Sequence[str], effects: int) -> Compa
     gaps = [side.gap_ns / side.rank_steps for side in sums]
     ranks = None
     if np.array_equal(tables[0].layout.ranks, tables[1].layout.ranks):
-        scaled = _scaled(_classes(sums, ["rank"]), ["rank"], sums, rank_sorts, tables[0], model)
-        ranks = _with_effects(_classes(sums, ["rank"]), model, scaled, effects)
+        ranks = _over_sorts(_classes(sums, ["rank"]), _classes(sums, list(rank_sorts)))
+        scaled = _scaled(ranks, ["rank"], sums, rank_sorts, tables[0], model)
+        ranks = _with_effects(ranks, model, scaled, effects)
+    if by == ["rank"] and ranks is not None:
+        classes = ranks.drop("effect_ns")
     scaled = _scaled(classes, list(by), sums, sorts, tables[0], model)
     return Comparison(
         step_a_ns=_step_ns(tables[0]),
@@ -196,7 +242,21 @@ def _compared(traces: Sequence[Trace], by: Sequence[str], effects: int) -> Compa
         classes=_with_effects(classes, model, scaled, effects),
         ranks=ranks,
         sizes=_sizes(traces),
+        doubts=tuple(
+            f"{run}: {text}"
+            for run, trace in zip("AB", traces, strict=True)
+            if (text := longer_text(trace.header))
+        ),
     )
+
+
+def cut_otherwise(by: Sequence[str]) -> pl.Expr:
+    """Of classes: computation in more or fewer rows, which counts by its whole time."""
+    if "kind" not in by:
+        return pl.lit(value=False)
+    count_a, count_b = pl.col("count_a"), pl.col("count_b")
+    apart = (count_a - count_b).abs() > _RECUT * pl.max_horizontal(count_a, count_b)
+    return pl.col("kind").is_in([kind.value for kind in LOCAL_KINDS]) & apart
 
 
 def _sizes(traces: Sequence[Trace]) -> pl.DataFrame:
@@ -295,9 +355,11 @@ def _classes(sums: list[_Sums], by: list[str]) -> pl.DataFrame:
     mean_a = pl.col("time_a_ns") / pl.col("count_a")
     mean_b = pl.col("time_b_ns") / pl.col("count_b")
     noise = (pl.col("noise_a") + pl.col("noise_b")).sqrt()
+    whole = pl.col("time_b_ns") / pl.col("time_a_ns")
+    ratio = pl.when(cut_otherwise(by)).then(whole).otherwise(mean_b / mean_a)
     return (
         both.with_columns(
-            ratio=pl.when(mean_a > 0).then(mean_b / mean_a).otherwise(None),
+            ratio=pl.when(mean_a > 0).then(ratio).otherwise(None),
             change_ns=pl.col("time_b_ns").fill_null(0) - pl.col("time_a_ns").fill_null(0),
         )
         .with_columns(clear=pl.col("change_ns").abs() > _CLEAR * noise)
@@ -312,6 +374,18 @@ def _classes(sums: list[_Sums], by: list[str]) -> pl.DataFrame:
             *("change_ns", "ratio", "clear"),
         )
         .sort(pl.col("change_ns").abs(), descending=True, maintain_order=True)
+    )
+
+
+def _over_sorts(ranks: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
+    """The ranks with ratios over what they do in both runs: ranks may do other things in one."""
+    both = parts.filter(pl.col("ratio").is_not_null() & (pl.col("time_a_ns") > 0))
+    scaled = (pl.col("time_a_ns") * pl.col("ratio")).sum() / pl.col("time_a_ns").sum()
+    ratios = both.group_by("rank").agg(ratio=scaled)
+    return (
+        ranks.drop("ratio")
+        .join(ratios, on="rank", how="left", maintain_order="left")
+        .select(ranks.columns)
     )
 
 

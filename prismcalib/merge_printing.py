@@ -10,7 +10,7 @@ from prismcalib.durations import format_ns
 from prismcalib.merge_result import MergeReport
 from prismcalib.slices import SlicesReport
 from prismcalib.step_times import steps_text
-from prismcalib.wording import IDLE_BETWEEN, IDLE_INSIDE, parts_of_spans
+from prismcalib.wording import IDLE_BETWEEN, IDLE_INSIDE, longer_text, parts_of_spans
 from prismtrace.console import counted, table
 from prismtrace.schema import TraceHeader, TransferSource
 
@@ -77,6 +77,8 @@ def print_merge(report: MergeReport, header: TraceHeader, *, again: bool = False
         ]
     )
     table(title, ("", "time", "meaning"), lines)
+    if text := longer_text(header):
+        print(f"\nwarning: {text}")
     print()
     _print_clocks(report)
 

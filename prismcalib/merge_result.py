@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -60,6 +60,8 @@ class MergeReport:
         idle_inside_on_critical_path: the part of it that the whole run waits for.
         overlap_clamps: rows that started before a dependency ended; moved behind it.
         transfer_clamps: members that ended before the last member started; they end then.
+        overlaps_by_kind: kinds of these rows with the time by which they were moved, in ns, most
+            first.
         most_delayed_ns: largest delay of any row against its aligned time, due to clamps.
         wait_ns, transfer_ns: sums over all members of instances.
     """
@@ -80,6 +82,7 @@ class MergeReport:
     transfer_ns: int
     idle_inside: Amount | None = None
     idle_inside_on_critical_path: Amount | None = None
+    overlaps_by_kind: dict[str, int] = field(default_factory=dict)
 
     @property
     def difference_ns(self) -> int:

@@ -367,7 +367,19 @@ def _report(
         transfer_ns=int(split.graph.duration_ns[member].sum()),
         idle_inside=inside,
         idle_inside_on_critical_path=inside_on_path,
+        overlaps_by_kind=_by_kind(rows, split.overlaps),
     )
+
+
+def _by_kind(rows: pl.DataFrame, overlaps: Int64Array) -> dict[str, int]:
+    """`MergeReport.overlaps_by_kind`."""
+    late = rows.select(pl.col("kind").cast(pl.String), ns=pl.Series(overlaps)).filter(
+        pl.col("ns") > 0
+    )
+    sums = (
+        late.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
+    )
+    return dict(sums.iter_rows())
 
 
 def _idle_inside(

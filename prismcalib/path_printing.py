@@ -15,6 +15,7 @@ from prismcalib.wording import (
     IDLE_INSIDE,
     ONE_STEP_PATH,
     RankNames,
+    longer_text,
     start_text,
 )
 from prismtrace.console import counted, table
@@ -41,6 +42,8 @@ def print_path(path: CriticalPath, late: Lateness | None, header: TraceHeader, l
         )
         print(f"{late.sentence}{more if late.wait_ns else ''}\n")
     _print_length(path)
+    if text := longer_text(header):
+        print(f"\n{text}")
     if late is not None and late.wait_ns:
         print()
         table(
@@ -138,6 +141,8 @@ def print_prediction(prediction: Prediction, header: TraceHeader, *, spread: boo
         follows = prediction.looked_at is not None and prediction.looked_at.before
         begin = "end of the step before" if follows else "first start of any rank"
         print(f"a single step counts from the {begin} to the last end")
+    if text := longer_text(header):
+        print(text)
     if prediction.spread is not None:
         _print_spread(prediction.spread, prediction.step_ns)
     elif spread and not prediction.steps["step"].null_count():

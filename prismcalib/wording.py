@@ -14,6 +14,7 @@ __all__ = [
     "ONE_STEP_PATH",
     "PART_MEANINGS",
     "RankNames",
+    "longer_text",
     "merge_first",
     "no_peers",
     "parts_of_spans",
@@ -68,6 +69,29 @@ CAUSE_MEANING = (
     "took longer goes, and slow transfers, so the same rank may save more there"
 )
 """Why a cause and a part of the same name do not save the same."""
+
+
+_OFF = 0.03
+"""Share of the window that propagated times may differ from the observed ones before it is told."""
+
+
+def longer_text(header: TraceHeader) -> str:
+    """That times of a merged recording are not those observed, and why; empty if they nearly are."""
+    told = header.extra.get("merge", {})
+    recorded, propagated = told.get("recorded_ns"), told.get("propagated_ns")
+    if not recorded or propagated is None or abs(propagated / recorded - 1) <= _OFF:
+        return ""
+    clamps = [told.get(name, {}) for name in ("overlap_clamps", "transfer_clamps")]
+    count = sum(int(clamp.get("count", 0)) for clamp in clamps)
+    most = max(told.get("overlaps_by_kind", {}).items(), key=lambda item: item[1], default=("",))[0]
+    above_all = f", {most} above all," if most else ""
+    text = (
+        f"times are {percent_text(propagated / recorded - 1)} longer than observed: {count:,} rows"
+        f"{above_all} contradict the order that the trace gives them, and were moved to later"
+    )
+    if any("gloo" in label or label.startswith("cpu thread") for label in header.streams.values()):
+        text += "; gloo runs operations side by side on its threads, which come one after the other here"
+    return f"{text}. Step times, critical path and savings are as much off"
 
 
 def merge_first(kind: TraceKind) -> str:

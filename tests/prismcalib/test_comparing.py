@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import polars as pl
 import pytest
 
@@ -7,7 +9,9 @@ from prismcalib.errors import ComparisonError, MergeInputError
 from prismcalib.merging import merge
 from prismcalib.operations import group_families, operations
 from prismcalib.prediction import predict
+from prismcalib.wording import longer_text
 from prismtrace.trace import Trace
+from tests.prismtrace.conftest import build_trace
 
 SHAPE = {"pp": 2, "tp": 1, "dp": 2, "layers_per_stage": 1, "steps": 4, "seed": 1}
 EXACT = {"jitter": 0, "step_jitter": 0, "comm_jitter": 0, "moe_imbalance": 0, "end_spread_ns": 0}
@@ -130,10 +134,75 @@ def test_operations_of_one_run_only_are_noted():
     found = compare(few, many)
     assert found.only_in_a == 0
     assert found.only_in_b > 1
-    (note,) = found.notes
+    note = found.notes[0]
     assert note.startswith(f"{found.only_in_b:.4g} operations per step and rank exist only in B")
-    assert found.as_dict()["notes"] == [note]
+    assert found.as_dict()["notes"] == list(found.notes)
     assert compare(few, few).notes == ()
     by_rank = compare(few, many, by=["rank"])
     assert by_rank.only_in_b == pytest.approx(4 * found.only_in_b)
     assert "per step of all ranks" in by_rank.notes[0]
+
+
+def test_computation_that_is_cut_otherwise_counts_by_its_whole_time():
+    """Spans of CPUs end at pauses: as much computation may be few spans or many."""
+    one = {"kind": "compute", "phase": "forward", "step": 1}
+    few = build_trace(
+        *({**one, "rank": rank, "start_ns": 0, "dur_ns": 120} for rank in range(2)),
+        kind="calibrated",
+        steps=(1,),
+    )
+    many = build_trace(
+        *(
+            {**one, "rank": rank, "start_ns": start, "dur_ns": 20}
+            for rank in range(2)
+            for start in (0, 20, 40)
+        ),
+        kind="calibrated",
+        steps=(1,),
+    )
+    found = compare(few, many, by=["kind", "phase"])
+    (row,) = found.classes.to_dicts()
+    assert (row["count_a"], row["count_b"]) == (1, 3)
+    assert row["ratio"] == pytest.approx(0.5)
+    assert found.ranks["ratio"].to_list() == pytest.approx([0.5, 0.5])
+    assert row["effect_ns"] == found.own_effect_ns == found.change_ns == -60
+    assert found.rest_ns == found.as_dict()["rest_ns"] == 0
+
+
+def test_what_effects_do_not_explain_is_said():
+    trace = run()
+    same = compare(trace, trace)
+    assert same.rest_ns == 0
+    slower = replace(same, step_b_ns=2 * same.step_a_ns)
+    assert slower.rest_ns == slower.as_dict()["rest_ns"] == same.step_a_ns
+    (note,) = slower.notes
+    assert note.startswith("+100.0% of the step comes neither from longer or shorter operations")
+
+
+def test_names_that_only_one_run_has_are_noted():
+    trace = run()
+    other = pl.when(pl.col("index") % 2 == 0).then(pl.lit("other")).otherwise(pl.col("name"))
+    nodes = trace.nodes.with_columns(name=other.cast(pl.String).cast(pl.Categorical))
+    renamed = Trace(header=trace.header, nodes=nodes)
+    assert any("compare without names" in note for note in compare(trace, renamed).notes)
+    assert compare(trace, renamed, by=["kind", "phase", "group"]).notes == ()
+
+
+def test_times_that_merging_made_longer_are_told():
+    trace = run()
+    merged = trace.header.extra["merge"]
+    assert longer_text(trace.header) == ""
+    longer = {
+        **merged,
+        "propagated_ns": round(1.11 * merged["recorded_ns"]),
+        "overlap_clamps": {"count": 7, "total_ns": 100},
+        "overlaps_by_kind": {"send": 90, "recv": 10},
+    }
+    header = trace.header.model_copy(
+        update={"extra": {**trace.header.extra, "merge": longer}, "streams": {0: "gloo send"}}
+    )
+    text = longer_text(header)
+    assert text.startswith("times are 11 % longer than observed: 7 rows, send above all,")
+    assert "gloo runs operations side by side" in text
+    doubtful = compare(trace, Trace(header=header, nodes=trace.nodes))
+    assert doubtful.notes[0] == f"B: {text}"

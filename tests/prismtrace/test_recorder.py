@@ -358,6 +358,25 @@ def test_a_communication_begins_when_the_one_ahead_is_over(tmp_path, other_end, 
     assert report.policies == {"queued-communication": 2}
 
 
+def test_a_send_is_over_when_its_receiver_has_the_data(tmp_path):
+    """Its program waits for all sends at the end of the step, and sees them end only there."""
+    for rank in range(2):
+        kind, ends = ("send", (900, 900)) if rank == 0 else ("recv", (150, 320))
+        with pt.SpanWriter(tmp_path / f"{rank}.spool", rank=rank) as writer:
+            writer.add_fact({"queued": True})
+            writer.group("pp", [0, 1])
+            for seq, begin, end in zip((0, 1), (100, 300), ends, strict=True):
+                writer.communication(
+                    kind, "pp", seq, begin, end, stream="p2p", peer=1 - rank, bytes=4
+                )
+    report = pt.assemble(tmp_path, tmp_path / "out.parquet")
+    rows = pt.open(report.output).collect()
+    ends = (rows["start_ns"] + rows["dur_ns"]).to_list()
+    assert rows["start_ns"].to_list() == [100, 300] * 2
+    assert ends == [150, 320] * 2
+    assert report.policies == {"queued-communication": 2}
+
+
 def test_the_recorder_needs_neither_polars_nor_torch(repo):
     code = "import sys, prismtrace.recorder; print({'polars', 'torch'} & set(sys.modules))"
     done = subprocess.run(
