@@ -66,9 +66,9 @@ class Comparison:
         classes: kind, phase, group, name (those asked for), then per run, per step and rank:
             count_a, count_b, time_a_ns, time_b_ns (own times), wait_a_ns, wait_b_ns; change_ns
             (of time), ratio (of the mean durations; of whole times where `cut_otherwise`; of a
-            rank over its sorts of operations that both runs have; null if in one run only), clear (whether
-            the change is larger than the variation between steps; null with fewer than three
-            steps), effect_ns (of the class on the step; null for small classes).  Largest
+            rank over its sorts of operations that both runs have; null if in one run only), clear
+            (whether the change is larger than the variation between steps; null with fewer than
+            three steps), effect_ns (of the class on the step; null for small classes).  Largest
             effect first.
         ranks: the same with ranks as classes, which shows single slow devices that averages
             hide; None if the runs have other ranks.  In effects of ranks every sort of operation
