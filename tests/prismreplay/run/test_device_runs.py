@@ -8,7 +8,7 @@ from textwrap import dedent
 import polars as pl
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
 from prismcalib.merging import merge
 from prismcalib.slices import SliceOptions as MergeOptions
@@ -140,6 +140,8 @@ def job(tmp_path_factory):
 @pytest.fixture
 def gpu(monkeypatch):
     """`gpu(n)`: so many GPUs that are this machine's processor."""
+
+    import torch
 
     if torch.version.cuda is not None and not torch.cuda.is_available():
         pytest.skip("torch is built for GPUs and there is none: it asks the driver")
