@@ -39,7 +39,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -253,15 +253,8 @@ class Bench:
                 self.command(
                     f"comm-bench {kinds} of {groups}",
                     *("comm-bench", "--nproc", str(most), "--rounds", "3", "-o", str(log)),
-                    *(
-                        "--kinds",
-                        kinds,
-                        "--group-sizes",
-                        ",".join(members),
-                        "--sizes",
-                        sizes,
-                        *more,
-                    ),
+                    *("--kinds", kinds, "--group-sizes", ",".join(members)),
+                    *("--sizes", sizes, *more),
                     more=placed,
                 )
                 logs.append(str(log))
@@ -425,7 +418,6 @@ class Bench:
         times: Path | None = None,
         more: dict[str, str] | None = None,
         cores: Sequence[int] = (),
-        kept: Sequence[str] = (),
     ) -> Any:
         """One of our commands; its report, with the time it took."""
         import warm
@@ -435,7 +427,7 @@ class Bench:
         printed = self.twice(
             title, warm.command(package, [name, "--json", *rest]), more or {}, times, cores
         )
-        return {"wall_s": time.monotonic() - begun, "report": trimmed(json.loads(printed), kept)}
+        return {"wall_s": time.monotonic() - begun, "report": trimmed(json.loads(printed))}
 
     def twice(self, *arguments: Any, **more: Any) -> str:
         """`once`, and again if that fails: a shape is more than one of its runs."""
@@ -585,9 +577,9 @@ class Bench:
             path.write_text(json.dumps(found))
 
 
-def trimmed(report: dict[str, Any], kept: Sequence[str] = ()) -> dict[str, Any]:
+def trimmed(report: dict[str, Any]) -> dict[str, Any]:
     """A report without what nobody looks up here: results travel."""
-    left_out = {"operations", "memory", "log_dir", "rows", "commands"} - set(kept)
+    left_out = {"operations", "memory", "log_dir", "rows", "commands"}
     return {key: value for key, value in report.items() if key not in left_out}
 
 
@@ -660,10 +652,10 @@ def print_phases(folder: Path, comm_table: Path, rank: int) -> None:
 
 def explained(true: Path, merged: Sequence[Path]) -> dict[str, Any]:
     """What of the prediction's error is due to computation and what to transfers."""
-    from prismcalib import SwapDurations, what_if
+    from prismcalib import SwapDurations, predict, what_if
 
-    def step(scenario: Any) -> float:
-        return float(statistics.median(scenario.steps_ns[WARMUP:])) / 1e6
+    def step(steps_ns: Iterable[int]) -> float:
+        return float(statistics.median([*steps_ns][WARMUP:])) / 1e6
 
     scenarios = {
         "its computation": [SwapDurations(str(true), "kind = 'compute'")],
@@ -671,11 +663,11 @@ def explained(true: Path, merged: Sequence[Path]) -> dict[str, Any]:
     }
     rows = []
     for graph in merged:
-        found = what_if(str(graph), scenarios)
-        one = {scenario.name: step(scenario) for scenario in found.scenarios}
-        rows.append({"merged": step(found.baseline), **one})
-    none = {"nothing": [SwapDurations(str(true))]}
-    return {"recorded": step(what_if(str(true), none).baseline), "graphs": rows}
+        found = what_if(str(graph), scenarios, steps="all")
+        one = {scenario.name: step(scenario.steps_ns) for scenario in found.scenarios}
+        rows.append({"merged": step(found.baseline.steps_ns), **one})
+    recorded = predict(str(true), draws=0, steps="all").steps["duration_ns"]
+    return {"recorded": step(recorded), "graphs": rows}
 
 
 def machine() -> dict[str, Any]:

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from prismcalib.block_graph import table_of
 from prismcalib.blocks import Layout
-from prismcalib.chosen_steps import WHOLE_INDEX
+from prismcalib.chosen_steps import WHOLE_INDEX, whole_numbers
 from prismcalib.graph import Int32Array
 from prismcalib.predicates import RowPicker
-from prismtrace.trace import node_ids
 
 __all__ = ["BlockPicker"]
 
@@ -70,8 +69,7 @@ def _numbered(columns: list[str], layout: Layout) -> list[str | pl.Expr]:
     """The columns, with numbers of rows as people know them."""
     if WHOLE_INDEX not in layout.columns:
         return [*columns]
-    index = pl.col(WHOLE_INDEX)
-    known = {"index": index.alias("index"), "id": node_ids(pl.col("rank"), index).alias("id")}
+    known = whole_numbers()
     return [known.get(name, name) for name in columns]
 
 

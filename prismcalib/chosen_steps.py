@@ -30,7 +30,7 @@ from prismcalib.durations import format_ns
 from prismcalib.extent import extent_of
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.propagation import Timing, critical_arrays, propagate, slack
-from prismcalib.stall import missing_member_error
+from prismcalib.stall import require_members
 from prismcalib.step_times import STEP_BEGINS, begun_before
 from prismtrace.cutting import cut_out, slice_out
 from prismtrace.errors import StepError
@@ -45,6 +45,7 @@ __all__ = [
     "numbered_as_whole",
     "parse_steps",
     "told",
+    "whole_numbers",
 ]
 
 WHOLE_INDEX = "x_whole_index"
@@ -255,9 +256,7 @@ def _marked(cut: Trace, *, marks: bool) -> Trace:
     if not marks:
         return cut
     graph, rows = graph_from_trace(cut)
-    missing = missing_member_error(graph)
-    if missing is not None:
-        raise missing
+    require_members(graph)
     timing = _stored(graph, rows["start_ns"].to_numpy(), rows["dur_ns"].to_numpy())
     reached, _ = critical_arrays(graph, timing)
     critical = np.zeros(graph.rows, np.bool_)
@@ -299,17 +298,18 @@ def _with_path(cut: Trace) -> Trace:
 def _walked(layout: Layout) -> Int32Array:
     """Numbers of the rows by which the path reaches its steps."""
     graph = graph_from_blocks(layout, also=_WALK_BYTES)
-    missing = missing_member_error(graph)
-    if missing is not None:
-        raise missing
+    require_members(graph)
     times = table_of(layout, ["start_ns", "dur_ns"])
     timing = _stored(graph, times["start_ns"].to_numpy(), times["dur_ns"].to_numpy())
     return critical_arrays(graph, timing)[0]
 
 
-def numbered_as_whole(rows: pl.DataFrame) -> pl.DataFrame:
-    """Rows with the index and id that they have in the trace that they were cut out of."""
-    if WHOLE_INDEX not in rows.columns:
-        return rows
+def whole_numbers() -> dict[str, pl.Expr]:
+    """Of rows with `WHOLE_INDEX`: the index and id that they have in the trace they were cut out of."""
     index = pl.col(WHOLE_INDEX)
-    return rows.with_columns(index=index, id=node_ids(pl.col("rank"), index))
+    return {"index": index.alias("index"), "id": node_ids(pl.col("rank"), index).alias("id")}
+
+
+def numbered_as_whole(rows: pl.DataFrame) -> pl.DataFrame:
+    """Rows with `whole_numbers`, if they were cut out of a trace."""
+    return rows.with_columns(**whole_numbers()) if WHOLE_INDEX in rows.columns else rows

@@ -21,6 +21,8 @@ __all__ = ["compare", "health"]
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
+_FEW_RANKS = 5
+
 
 def compare(
     a: Annotated[
@@ -97,18 +99,11 @@ def _print_comparison(comparison: Comparison, by: list[str], names: RankNames, l
     if comparison.ranks is not None and by != ["rank"]:
         print()
         title = "ranks, largest effect first (averages hide a single slow rank; --by rank: all)"
-        _print_classes(title, comparison.ranks, ["rank"], names, before, min(limit, 5), teaser=True)
+        _print_classes(title, comparison.ranks.head(_FEW_RANKS), ["rank"], names, before, limit)
 
 
 def _print_classes(
-    title: str,
-    classes: pl.DataFrame,
-    by: list[str],
-    names: RankNames,
-    before: int,
-    limit: int,
-    *,
-    teaser: bool = False,
+    title: str, classes: pl.DataFrame, by: list[str], names: RankNames, before: int, limit: int
 ) -> None:
     from prismcalib.comparing import cut_otherwise
     from prismcalib.durations import format_ns
@@ -132,7 +127,7 @@ def _print_classes(
             )
             for row in shown.iter_rows(named=True)
         ],
-        of=0 if teaser else classes.height,
+        of=classes.height,
     )
 
 

@@ -38,8 +38,7 @@ class Lateness:
             causing = self.ranks.filter(pl.col("caused_ns") > 0).height
             return (
                 f"who arrives last is spread over {causing} ranks, rank {rank} causes the largest part "
-                f"of the waiting ({share:.0%}); `prismcalib stragglers` tells who is slow and who "
-                "only passes delays on"
+                f"of the waiting ({share:.0%})"
             )
         *others, last = (str(rank) for rank in chosen["rank"])
         names = f"{', '.join(others)} and {last}" if others else last

@@ -19,7 +19,7 @@ from prismcalib.extent import extent_of
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.propagation import Timing, critical_arrays
 from prismcalib.rows import ranks_text
-from prismcalib.stall import missing_member_error
+from prismcalib.stall import require_members
 from prismcalib.waiting import waiting_rows
 from prismcalib.wording import merge_first
 from prismtrace.group_names import group_labels
@@ -221,9 +221,7 @@ def stored_path(graph: Graph, rows: pl.DataFrame, header: TraceHeader) -> Critic
     Raises:
         MissingMemberError: it lacks ranks that others communicate with.
     """
-    missing = missing_member_error(graph)
-    if missing is not None:
-        raise missing
+    require_members(graph)
     timing = _stored_timing(graph, rows)
     reached, left = critical_arrays(graph, timing)
     return cut_path(

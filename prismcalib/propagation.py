@@ -25,7 +25,7 @@ import numpy as np
 
 from prismcalib.errors import CalibError
 from prismcalib.graph import MAX_TOTAL_NS, Graph, Int32Array, Int64Array
-from prismcalib.stall import cycle_error, missing_member_error
+from prismcalib.stall import cycle_error, require_members
 from prismcalib.step_times import step_durations
 
 __all__ = [
@@ -98,9 +98,7 @@ def propagate(graph: Graph, engine: Engine = "auto") -> Timing:
         MissingMemberError: a sync instance can never complete.
         CycleError: operations wait for each other in a circle; one is named.
     """
-    missing = missing_member_error(graph)
-    if missing is not None:
-        raise missing
+    require_members(graph)
     full = graph.expanded
     # Engines count from 0 upwards; only releases can lie below.
     origin = 0

@@ -10,23 +10,27 @@ import numpy as np
 from prismcalib.errors import CycleError, MissingMemberError
 from prismcalib.graph import Graph, Int32Array
 
-__all__ = ["cycle_error", "find_cycle", "missing_member_error"]
+__all__ = ["cycle_error", "find_cycle", "require_members"]
 
 _SHOWN = 12
 
 
-def missing_member_error(graph: Graph) -> MissingMemberError | None:
-    """The error for the first sync instance that lacks members, or None."""
+def require_members(graph: Graph) -> None:
+    """Refuse a graph with a sync instance that can never complete.
+
+    Raises:
+        MissingMemberError: an instance lacks members; the first one is named.
+    """
     short = np.flatnonzero(graph.members_present < graph.instance_size)
     if not len(short):
-        return None
+        return
     instance = int(short[0])
     rows = np.flatnonzero(graph.instance == instance)
     names = ", ".join(graph.label(row) for row in rows[:_SHOWN]) or "none"
     if len(rows) > _SHOWN:
         names += f", and {len(rows) - _SHOWN} more"
     others = f"; {len(short) - 1} more instances lack members" if len(short) > 1 else ""
-    return MissingMemberError(
+    raise MissingMemberError(
         f"a sync instance has {len(rows)} of {graph.instance_size[instance]} members, "
         f"present: {names}{others}",
         where=f"instance={instance}",

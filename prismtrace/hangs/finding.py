@@ -7,6 +7,7 @@ from itertools import islice
 from math import inf
 from pathlib import Path
 
+from prismtrace.console import counted
 from prismtrace.converters.archives import naming_members
 from prismtrace.converters.flight.inputs import dump_files
 from prismtrace.converters.flight.job import FlightJob, read_job
@@ -320,7 +321,7 @@ def _notes(job: FlightJob, state: JobState) -> list[str]:
     count = job.counts["group-of-communicator-users"]
     if count:
         notes.append(
-            f"{count} group{'' if count == 1 else 's'} listed nowhere: members are the ranks that use "
+            f"{counted(count, 'group')} listed nowhere: members are the ranks that use "
             "one, so that a rank that never did would not be missed"
         )
     lost = job.counts["kept-without-group"]

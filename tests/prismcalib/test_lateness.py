@@ -32,5 +32,5 @@ def test_waiting_that_nobody_in_particular_causes():
     found = Lateness(10, 100, ranks.with_columns(share=pl.lit(0.1)))
     assert found.sentence == (
         "who arrives last is spread over 10 ranks, rank 0 causes the largest part of the waiting "
-        "(10%); `prismcalib stragglers` tells who is slow and who only passes delays on"
+        "(10%)"
     )
