@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from prismcalib.blocks import Layout, is_large
 from prismcalib.build import graph_from_trace, require_rows_of_ranks
-from prismcalib.chosen_steps import chosen_steps
+from prismcalib.chosen_steps import ChosenSteps
 from prismcalib.durations import parse_ns
 from prismcalib.errors import ScenarioError
 from prismcalib.graph import MAX_TOTAL_NS, Graph, Int64Array
@@ -60,24 +60,30 @@ class Draft:
         apart: whether steps are laid side by side (`prismcalib.steps`), so that releases are
             idle time from the begin of their step.
         same_order: whether an order of completion of the unedited graph is still one.
-        steps: which steps of their trace the rows are, as `prismcalib.chosen_steps` is told it.
+        looked_at: which steps of their trace the rows are.
     """
 
     picker: RowPicker
     graph: Graph
     duration_ns: Int64Array
     edited: NDArray[np.bool_]
+    looked_at: ChosenSteps
     apart: bool = False
     same_order: bool = True
-    steps: str = "all"
 
     @classmethod
     def of(
-        cls, picker: RowPicker, graph: Graph, *, apart: bool = False, steps: str = "all"
+        cls,
+        picker: RowPicker,
+        graph: Graph,
+        looked_at: ChosenSteps | None = None,
+        *,
+        apart: bool = False,
     ) -> Draft:
-        """Nothing edited yet."""
+        """Nothing edited yet; `looked_at` None: all steps of the trace."""
+        looked_at = looked_at or ChosenSteps(picker.header.steps)
         edited = np.zeros(graph.rows, np.bool_)
-        return cls(picker, graph, graph.duration_ns.copy(), edited, apart, steps=steps)
+        return cls(picker, graph, graph.duration_ns.copy(), edited, looked_at, apart)
 
     def pick(self, where: Predicate) -> NDArray[np.bool_]:
         """Rows of a predicate, marked as edited."""
@@ -170,8 +176,9 @@ class Drop:
 class SwapDurations:
     """Take the durations of the same operations in another calibrated trace.
 
-    The same operation: same rank, same step (counted from the first), same place within the
-    rank's step.  Rows that the other trace does not have keep their durations.
+    The same operation: same rank, same step, same place within the rank's step.  Steps are the
+    same by their number, or, if none of the numbers looked at is in the other trace, counted from
+    the first.  Rows that the other trace does not have keep their durations.
 
     Attributes:
         other: the other trace.
@@ -327,41 +334,49 @@ def _leave_instances(graph: Graph, picked: NDArray[np.bool_]) -> Graph:
 
 def _counterparts(draft: Draft, other: str | os.PathLike[str]) -> Int64Array:
     """int64[n]: durations of the same operations in another trace; -1: it does not have them."""
-    with chosen_steps(calibrated_trace(other), draft.steps) as (trace, _):
-        return _looked_up(draft, _tables(trace), other)
-
-
-def _looked_up(
-    draft: Draft, find: Callable[[pl.Series], pl.DataFrame], other: str | os.PathLike[str]
-) -> Int64Array:
+    trace = calibrated_trace(other)
+    find = _tables(trace, _same_steps(draft.looked_at, trace.header.steps))
     other_ns, differing = [np.empty(0, np.int64)], []
     for rows in draft.picker.places():
         found = _places(rows).join(
             find(rows["rank"]).rename({"kind": "other_kind"}),
-            on=["rank", "step_number", "place"],
+            on=["rank", "step", "place"],
             how="left",
             maintain_order="left",
+            nulls_equal=True,
         )
         differing.append(found.filter(pl.col("kind") != pl.col("other_kind")))
         other_ns.append(found["other_ns"].fill_null(-1).to_numpy())
     differs = pl.concat(differing)
     if differs.height:
         first = differs.row(0, named=True)
+        step = "outside of steps" if first["step"] is None else f"step={first['step']}"
         raise ScenarioError(
             f"the runs differ: here {first['kind']}, there {first['other_kind']} "
             f"({differs.height} such rows)",
-            where=f"{os.fspath(other)}, rank={first['rank']} step number {first['step_number']} "
-            f"operation {first['place']}",
+            where=f"{os.fspath(other)}, rank={first['rank']} {step} operation {first['place']}",
             hint="swap durations between runs of the same job and code",
         )
     return np.concatenate(other_ns)
 
 
-def _tables(trace: Trace) -> Callable[[pl.Series], pl.DataFrame]:
+def _same_steps(looked_at: ChosenSteps, other: Sequence[int]) -> dict[int, int]:
+    """Steps of another trace by number, and what each is called here; empty: the same."""
+    if set(looked_at.steps) & set(other):
+        return {}
+    return dict(zip(other[len(looked_at.before) :], looked_at.steps, strict=False))
+
+
+def _tables(trace: Trace, steps: Mapping[int, int]) -> Callable[[pl.Series], pl.DataFrame]:
     """What looks up some ranks in a trace: columns of `_places`, and own durations other_ns."""
+
+    def renumbered(rows: pl.DataFrame) -> pl.DataFrame:
+        known = pl.col("step").is_null() | pl.col("step").is_in(list(steps))
+        return rows.filter(known).with_columns(pl.col("step").replace(steps)) if steps else rows
+
     if not is_large(trace):
         graph, rows = graph_from_trace(trace)
-        whole = _places(rows).with_columns(other_ns=pl.Series(graph.duration_ns))
+        whole = renumbered(_places(rows).with_columns(other_ns=pl.Series(graph.duration_ns)))
         return lambda _: whole
     layout = Layout.of(trace)
     require_rows_of_ranks(set(layout.ranks.tolist()), trace)
@@ -369,25 +384,20 @@ def _tables(trace: Trace) -> Callable[[pl.Series], pl.DataFrame]:
     own = pl.when(member).then(pl.col("transfer_ns")).fill_null(pl.col("dur_ns")).alias("other_ns")
 
     def some(ranks: pl.Series) -> pl.DataFrame:
-        low, high = np.searchsorted(layout.ranks, [ranks[0], ranks[-1] + 1])
-        columns: list[str | pl.Expr] = ["rank", "kind", "step", own]
-        if low == high:
-            return _other_places(layout.read(0, 1, columns).clear())
-        return _other_places(layout.read(int(low), int(high), columns))
+        low, high = map(int, np.searchsorted(layout.ranks, [ranks[0], ranks[-1] + 1]))
+        found = layout.read(low, max(high, low + 1), ["rank", "kind", "step", own])
+        rows = found if low < high else found.clear()
+        return renumbered(_places(rows).with_columns(rows["other_ns"].cast(pl.Int64)))
 
     return some
 
 
-def _other_places(rows: pl.DataFrame) -> pl.DataFrame:
-    return _places(rows).with_columns(rows["other_ns"].cast(pl.Int64))
-
-
 def _places(rows: pl.DataFrame) -> pl.DataFrame:
-    """Where each row stands in its rank's program, whatever the steps are numbered."""
+    """Where each row stands in its rank's program."""
     return rows.select(
         "rank",
+        "step",
         pl.col("kind").cast(pl.String),
-        step_number=pl.col("step").rank("dense").over("rank").fill_null(0).cast(pl.Int32),
         place=pl.int_range(pl.len(), dtype=pl.Int32).over("rank", "step"),
     )
 

@@ -158,8 +158,8 @@ def what_if(
             the order given.
         rules: wait rules of all scenarios, beside those that the trace was merged with.
         engine: see `prismcalib.propagate`.
-        steps: which to look at, see `prismcalib.chosen_steps.chosen_steps`; also of traces to
-            take durations from.
+        steps: which to look at, see `prismcalib.chosen_steps.chosen_steps`; of traces to take
+            durations from, the same.
 
     Raises:
         MergeInputError: the trace is not calibrated.
@@ -173,7 +173,7 @@ def what_if(
         raise ScenarioError("no scenario was given")
     with chosen_steps(calibrated_trace(source), steps) as (trace, looked_at):
         try:
-            answer = _answer(trace, named, rules, engine, steps)
+            answer = _answer(trace, named, rules, engine, looked_at)
         except PredicateError as error:
             if not looked_at.everything:
                 error.hint = "; ".join(filter(None, (error.hint, looked_at.sentence)))
@@ -190,10 +190,10 @@ def _answer(
     named: Mapping[str, list[Edit]],
     rules: WaitRules | None,
     engine: Engine,
-    chosen: str,
+    looked_at: ChosenSteps,
 ) -> WhatIf:
-    """The answer of `what_if` for a trace of nothing but the steps `chosen`."""
-    model = _Model.of(trace, engine, len(named), chosen)
+    """The answer of `what_if` for a trace of nothing but the steps looked at."""
+    model = _Model.of(trace, engine, len(named), looked_at)
     graph = model.steps.graph
     order = propagate(graph, model.engine).order
     baseline = model.run(graph, [model.draft(graph)], order)[0]
@@ -291,20 +291,20 @@ class _Model:
     steps: StepModel
     engine: Engine
     rank: Int32Array
-    chosen: str
+    looked_at: ChosenSteps
 
     @classmethod
-    def of(cls, trace: Trace, engine: Engine, scenarios: int, chosen: str) -> _Model:
+    def of(cls, trace: Trace, engine: Engine, scenarios: int, looked_at: ChosenSteps) -> _Model:
         picker, steps = _opened(trace)
         rows = steps.graph.rows
         if engine == "auto":
             engine = pick_engine(rows, scenarios + 1)
         rank = np.concatenate([part["rank"].to_numpy() for part in picker.places()])
-        return cls(picker, steps, engine, rank, chosen)
+        return cls(picker, steps, engine, rank, looked_at)
 
     def draft(self, graph: Graph) -> Draft:
         """Nothing edited yet."""
-        return Draft.of(self.picker, graph, apart=self.steps.apart, steps=self.chosen)
+        return Draft.of(self.picker, graph, self.looked_at, apart=self.steps.apart)
 
     def run(self, graph: Graph, drafts: Sequence[Draft], order: Int32Array) -> list[_Run]:
         """Propagate all drafts, those with the structure and lags of `graph` together.

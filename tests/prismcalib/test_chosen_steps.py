@@ -209,6 +209,31 @@ def test_what_if_knows_rows_by_their_numbers_and_says_what_is_left_out(started, 
     assert answer.scenarios[0].delta_ns == 0
 
 
+def test_what_if_takes_durations_of_the_same_steps(recorded, tmp_path):
+    other = tmp_path / "other.parquet"
+    # Looked at here are steps 2 and 3; by itself the other trace would be looked at from step 1 on.
+    here, there = merge(recorded, warmup=2).trace, merge(recorded, warmup=1).trace
+    half = pl.when(pl.col("kind") == "compute").then(pl.col("dur_ns") // 2).otherwise("dur_ns")
+    there = replace(there, nodes=there.nodes.with_columns(dur_ns=half))
+    pt.write(there, other)
+    (expected,) = what_if(here, [SwapDurations(other)]).scenarios
+    rows = here.collect().filter(pl.col("step") >= 2).height
+    assert expected.edited == rows
+    assert expected.delta_ns < 0
+    # The same durations from a part of the trace, and from one that counts its steps otherwise.
+    pt.slice_out(there, tmp_path / "part.parquet", steps=(2, 3))
+    renumbered = there.nodes.with_columns(pl.col("step") + 10)
+    later = with_header(there, steps=(10, 11, 12, 13))
+    pt.write(replace(later, nodes=renumbered), other)
+    for path in (tmp_path / "part.parquet", other):
+        (found,) = what_if(here, [SwapDurations(path)]).scenarios
+        assert found.steps_ns.tolist() == expected.steps_ns.tolist()
+        assert found.edited == rows
+    pt.slice_out(there, tmp_path / "first.parquet", steps=(0, 2))
+    (some,) = what_if(here, [SwapDurations(tmp_path / "first.parquet")]).scenarios
+    assert some.edited == here.collect().filter(step=2).height
+
+
 def test_merge_says_how_many_first_steps_are_not_typical(recorded):
     two = merge(recorded, warmup=2).trace
     assert looked_at(two)[1].steps == (2, 3)

@@ -135,7 +135,7 @@ def test_durations_of_another_run(make_run, tmp_path):
     merge(changed.trace).write(other)
     with pytest.raises(ScenarioError, match="here compute, there memcpy") as caught:
         what_if(slow.trace, [SwapDurations(other)])
-    assert "rank=0 step number 1 operation 0" in caught.value.where
+    assert "rank=0 step=0 operation 0" in caught.value.where
 
 
 def test_other_wait_rules(make_run):
