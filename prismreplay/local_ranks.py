@@ -16,6 +16,7 @@ from pathlib import Path
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.collect.stale import end_groups
+from prismreplay.collect.surroundings import uninterrupted
 from prismreplay.errors import ProgramError, RankFailedError
 from prismreplay.runtime.exits import told_end
 
@@ -24,6 +25,7 @@ __all__ = ["run_command", "run_ranks", "with_paths"]
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 3.0
 """What is asked to end has this long before it is killed."""
+_PAUSE_SECONDS = 0.005
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """What gloo tells a rank whose partner is gone: not why the run failed."""
 
@@ -110,7 +112,7 @@ def _watch(
             if not logs.pump(key.fd):
                 selector.unregister(key.fd)
         for rank, process in list(running.items()):
-            code = process.poll()
+            code = _ended(process)
             if code:
                 cause, how = _cause(running, selector, logs)
                 raise RankFailedError(
@@ -133,7 +135,7 @@ def _cause(
     """
     limit = time.monotonic() + _GRACE_SECONDS
     while True:
-        codes = {rank: code for rank, one in running.items() if (code := one.poll())}
+        codes = {rank: code for rank, one in running.items() if (code := _ended(one))}
         for key in selector.get_map().values():
             logs.pump(key.fd)
         causes = [rank for rank in codes if not any(word in logs.tail(rank) for word in _LOST)]
@@ -143,20 +145,45 @@ def _cause(
         time.sleep(_LOOK_SECONDS)
 
 
+def _ended(process: subprocess.Popen[bytes]) -> int | None:
+    """Exit code of a process that has ended, negative of a signal; it stays a zombie for now.
+
+    `Popen.poll` takes a lock, and an interrupt at a bad moment leaves it taken: whoever waits then
+    waits for ever. This changes nothing, so it may be interrupted anywhere.
+    """
+    if process.returncode is not None:
+        return process.returncode
+    try:
+        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0  # of a caller that ignores the end of its children, as Popen has it
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Until all have ended, at most for this long."""
+    limit = time.monotonic() + seconds
+    while any(_ended(process) is None for process in processes) and time.monotonic() < limit:
+        time.sleep(_PAUSE_SECONDS)
+
+
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Unless all went well: ask what still runs to end, then kill it and all that ranks started."""
-    running = [process for process in processes if process.poll() is None]
-    if not running and not any(process.returncode for process in processes):
-        return
-    for process in running:
-        _signal(process, signal.SIGTERM)
-    limit = time.monotonic() + _GRACE_SECONDS
-    for process in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, limit - time.monotonic()))
-    end_groups([process.pid for process in processes])
-    for process in running:
-        process.wait()
+    with uninterrupted():
+        if any(_ended(process) != 0 for process in processes):
+            for process in processes:
+                if _ended(process) is None:
+                    _signal(process, signal.SIGTERM)
+            _wait(processes, _GRACE_SECONDS)
+            end_groups([process.pid for process in processes])
+            # A killed process may be in a system call that does not end; it is not waited for.
+            _wait(processes, _GRACE_SECONDS)
+        for process in processes:
+            process.returncode = _ended(process)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
@@ -184,6 +211,8 @@ def run_command(words: Sequence[str], environment: Mapping[str, str], *, quiet: 
             hint="give a launcher such as torchrun, or a script and --nproc-per-node",
         ) from error
     try:
-        return process.wait()
+        while (code := _ended(process)) is None:
+            time.sleep(_LOOK_SECONDS)
+        return code
     finally:
         _end([process])

@@ -39,6 +39,8 @@ _DEAF_NAMES = ("__del__", "fork", "_execute_child")
 _POLARS = f"{os.sep}polars{os.sep}"
 _LAZY = f"{_POLARS}lazyframe{os.sep}"
 _LOOK_S = 0.01
+_ONE_REQUEST_S = 0.5
+"""`timeout` and terminals send Ctrl-C to a process and to its group: what comes twice is one."""
 _LONGEST_WAIT_S = 60.0
 """A program that is an import itself would never be stopped otherwise."""
 
@@ -49,20 +51,25 @@ def stop_signals() -> Iterator[list[int]]:
 
     Yields the numbers of the signals that came, without Ctrl-C. Only the first counts, Ctrl-C
     included, which often comes with a SIGTERM from the command that started this one; cleaning up
-    is not interrupted by the next, other than Ctrl-C. What comes after the block is over raises
-    nothing. A signal that the caller ignores (`nohup`)
-    or handles stays as it is.
+    is not interrupted by the next, other than by Ctrl-C half a second later. What comes after the
+    block is over raises nothing. A signal that the caller ignores (`nohup`) or handles stays as it
+    is.
     """
     stopped: list[int] = []
-    asked = over = False
+    asked_at: float | None = None
+    over = False
     interruption = _Interruption()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
+        nonlocal asked_at
+        now = time.monotonic()
+        again = asked_at is not None and (
+            number != signal.SIGINT or now - asked_at < _ONE_REQUEST_S
+        )
         # Not SIG_IGN in its place: of a signal that is on its way then, Python prints a traceback.
-        if over or (asked and number != signal.SIGINT):
+        if over or again:
             return
-        asked = True
+        asked_at = now
         if number != signal.SIGINT:
             stopped.append(number)
         interruption.come(frame)

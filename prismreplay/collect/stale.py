@@ -40,6 +40,7 @@ _GROUPS_FILE = "process-groups"
 _TRACKER = b"multiprocessing.resource_tracker"
 _STARTING_S = 2.0
 """A process that has no command line yet may become a tracker; for so long it is waited for."""
+_KILLED_S = 5.0
 _NAME = re.compile(r"prismreplay-(\d+)-(\d+)-(\d+)")
 
 
@@ -88,11 +89,13 @@ def end_groups(leaders: Collection[int]) -> None:
     """Kill all processes of these process groups.
 
     But not multiprocessing's trackers, which then remove the semaphores and shared memory that
-    the killed ones had, and end by themselves.
+    the killed ones had, and end by themselves. One in a system call that does not end stays until
+    it does: that is not waited for.
     """
     wanted = {leader for leader in leaders if _has_members(leader)}
-    patient_until = time.monotonic() + _STARTING_S
-    while wanted:
+    begun = time.monotonic()
+    patient_until, over = begun + _STARTING_S, begun + _KILLED_S
+    while wanted and time.monotonic() < over:
         programs = {
             pid: _command(pid)
             for pid in _processes()

@@ -6,6 +6,7 @@ import contextlib
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from prismtrace.output import output_error
 
 __all__ = ["limit_of_open_files", "run_folder", "uninterrupted"]
 
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_AS_IT_IS = (signal.SIG_IGN, None)  # what the caller ignores, or handles outside of Python
 _RESERVED_FILES = 64
 _FILES_PER_RANK = 4
 
@@ -59,12 +62,23 @@ def limit_of_open_files(world_size: int) -> Iterator[tuple[int, int]]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Keep Ctrl-C away while ranks are ended, which takes a second at most."""
+    """Keep what asks this process to stop away while ranks are ended, which takes a second at most.
+
+    It counts afterwards, unless an error is cleaned up after, which ends the command anyway.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ends_anyway = sys.exc_info()[1] is not None
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in _STOPS}
+    kept = {number: handler for number, handler in handlers.items() if handler not in _AS_IT_IS}
+    for number in kept:
+        signal.signal(number, lambda number, _: came.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+        if came and not ends_anyway:
+            signal.raise_signal(came[0])
