@@ -15,8 +15,8 @@ same cores: T S E T S E T. Meanwhile the cores of the other ranks do the same ki
 part of the time as the ranks of the true run before did. What is measured is the time between the
 ends of the optimizer's steps. A true run is also recorded, so that phases can be compared, and so
 that merged graphs can be given its computation, then its transfers: what is left of the error is not
-theirs. Runs with a slowed-down virtual rank come when all shapes are done, then further repeats
-while there is time (--more).
+theirs. Runs with a slowed-down virtual rank come when all shapes are done, each beside runs without,
+then further repeats while there is time (--more).
 
 All runs have as many steps: one of a run that is longer than its recording repeats the last
 step's data and virtual times, so that a single step would decide. Each graph is merged from slices
@@ -54,7 +54,7 @@ sys.path[:0] = [str(REPO), str(TOOLS)]
 from tables import WARMUP, tables, typical  # noqa: E402  its folder is known only now
 
 MODEL = "--layers 4 --hidden 256 --length 64"
-STEPS, REPEATS, SLOW_REPEATS = 10, 2, 2
+STEPS, REPEATS, SLOW_REPEATS = 10, 2, 3
 MOST_SECONDS, GRACE_SECONDS = 100.0, 25.0
 """That a command may take, and beyond the time that there is."""
 MOST_APART = 16
@@ -90,7 +90,8 @@ SHAPES = {
     "ep4-dp4": Shape(f"{MODEL} --batch-size 8 --ep 4", 16, script="train_moe.py"),
     "fsdp8": Shape(f"{MODEL} --batch-size 8 --fsdp 8", 8),
 }
-SLOWDOWNS = (1.2, 2.0)
+SLOWDOWNS = (1.0, 1.2, 2.0)
+"""Of a slow rank; the first are runs without one, in the same minute, to compare with."""
 SIZES = "1K,64K,512K,1M,4M"
 MEASURED = {
     True: (("all_reduce,all_gather,reduce_scatter,all_to_all,send", "2,4,8,16", SIZES),),
@@ -548,7 +549,7 @@ class Bench:
             yield lambda: found.update(self.phases(name, shape))
 
     def slow_down(self, name: str, shape: Shape, number: int) -> None:
-        """A true run and an emulated one for every slow rank, once more, if not there yet.
+        """A true run and an emulated one for every slowdown, once more, if not there yet.
 
         Raises:
             OutOfTimeError: what there is so far is in the shape's file.
@@ -565,12 +566,12 @@ class Bench:
                 continue
             if time.monotonic() > self.deadline:
                 raise OutOfTimeError
-            inject = f"rank={rank},kind=compute,scale={factor}"
+            inject = f"rank={rank},kind=compute,scale={factor}" if factor != 1 else ""
             found["injected"].append(
                 {
                     "rank": rank,
                     "factor": factor,
-                    "true_ns": self.true_run(name, shape, f"{rank}:{factor}"),
+                    "true_ns": self.true_run(name, shape, f"{rank}:{factor}" if inject else ""),
                     "emulated": self.emulated_run(name, shape, campaign, share, inject),
                 }
             )

@@ -158,20 +158,31 @@ def spent_rows(found: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def injected_rows(found: dict[str, Any]) -> Iterator[list[str]]:
-    """By how much a slow virtual rank shifts the step, truly and emulated; of each, all runs."""
-    shape = Shape.of(found)
+    """By how much a slow virtual rank shifts the step, truly and emulated; of each, all runs.
+
+    Shifts are from runs without a slow rank that were made in turn with these.
+    """
     runs: dict[tuple[int, float], list[dict[str, Any]]] = {}
     for one in found.get("injected", []):
         runs.setdefault((one["rank"], one["factor"]), []).append(one)
+    normal: tuple[float, float] | None = None
     for (rank, factor), several in sorted(runs.items()):
         true = Times(tuple(typical(one["true_ns"]) for one in several))
         emulated = Times(tuple(emulated_ms(one["emulated"]) for one in several))
+        if factor == 1:
+            normal = true.mean, emulated.mean
+        shifts = [
+            f" ({now / before - 1:+.1%})"
+            for now, before in zip((true.mean, emulated.mean), normal or (), strict=False)
+            if factor != 1
+        ]
+        true_shift, emulated_shift = shifts or ("", "")
         yield [
             found["shape"],
-            f"rank {rank} x {factor}",
+            f"rank {rank} x {factor}" if factor != 1 else "none",
             f"{len(several)}",
-            f"{true} ({true.mean / shape.real.mean - 1:+.1%})",
-            f"{emulated} ({emulated.mean / shape.emulated.mean - 1:+.1%})",
+            f"{true}{true_shift}",
+            f"{emulated}{emulated_shift}",
             f"{emulated.mean / true.mean - 1:+.1%}",
         ]
 
