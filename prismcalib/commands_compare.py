@@ -91,14 +91,23 @@ def _print_comparison(comparison: Comparison, by: list[str], names: RankNames, l
         ],
     )
     print()
+    per = "counts and times are per " + ("step" if "rank" in by else "step and rank")
     _print_classes(
-        "classes of operations, largest effect first", comparison.classes, by, names, before, limit
+        f"classes of operations, largest effect first; {per}",
+        comparison.classes,
+        by,
+        names,
+        before,
+        limit,
     )
     for note in comparison.notes:
         print(note)
     if comparison.ranks is not None and by != ["rank"]:
         print()
-        title = "ranks, largest effect first (averages hide a single slow rank; --by rank: all)"
+        title = (
+            "ranks, largest effect first; counts and times are per step (averages hide a single slow "
+            "rank; --by rank: all)"
+        )
         _print_classes(title, comparison.ranks.head(_FEW_RANKS), ["rank"], names, before, limit)
 
 
@@ -112,7 +121,17 @@ def _print_classes(
     heads = [head for name in by for head in (names.heads if name == "rank" else (name,))]
     table(
         title,
-        (*heads, "in A", "in B", "time A", "time B", "each", "effect on step", "of it", "clear"),
+        (
+            *heads,
+            "count A",
+            "count B",
+            "time A",
+            "time B",
+            "each",
+            "effect on step",
+            "of it",
+            "clear",
+        ),
         [
             (
                 *(cell for name in by for cell in _class_cells(row, name, names)),

@@ -14,6 +14,7 @@ from prismtrace.console import counted, print_json, progress, table
 
 if TYPE_CHECKING:
     from prismcalib.stragglers import By, Part, StragglerReport
+    from prismtrace.schema import TraceHeader
 
 __all__ = ["stragglers"]
 
@@ -66,23 +67,27 @@ def stragglers(
     Example: prismcalib stragglers aligned.parquet --by rank --by stage
     """
     from prismcalib.stragglers import BY, find_stragglers
+    from prismtrace.trace import open_trace
 
     chosen = tuple(name for name in BY if by is None or name in by)
     with progress("comparing with peers"):
-        report = find_stragglers(trace, by=chosen, peers=peers.value, steps=steps)
+        opened = open_trace(trace)
+        report = find_stragglers(opened, by=chosen, peers=peers.value, steps=steps)
     if json:
         print_json(report.as_dict())
     else:
-        _print(report, limit)
+        _print(report, opened.header, limit)
 
 
-def _print(report: StragglerReport, limit: int) -> None:
+def _print(report: StragglerReport, header: TraceHeader, limit: int) -> None:
     from prismcalib.causes import LAUNCH_DELAYS
     from prismcalib.durations import format_ns
     from prismcalib.step_times import steps_text
-    from prismcalib.wording import CAUSE_MEANING, no_peers, share_text
+    from prismcalib.wording import CAUSE_MEANING, doubts, no_peers, share_text
 
     print_steps(report.looked_at)
+    for text in doubts(header):
+        print(text)
     base, without, ideal = (
         round(float(times.mean()))
         for times in (report.base_ns, report.without_delays_ns, report.ideal_ns)

@@ -25,7 +25,7 @@ from prismcalib.paths import calibrated_trace
 from prismcalib.propagation import propagate, propagate_batch
 from prismcalib.step_times import step_table_of, typical_ns, warmup_of
 from prismcalib.steps import StepModel
-from prismcalib.wording import longer_text
+from prismcalib.wording import doubts, shared_cores_text
 from prismtrace.schema import LOCAL_KINDS
 from prismtrace.trace import Source, Trace
 
@@ -68,7 +68,8 @@ class Comparison:
             (of time), ratio (of the mean durations; of whole times where `cut_otherwise`; of a
             rank over its sorts of operations that both runs have; null if in one run only), clear
             (whether the change is larger than the variation between steps; null with fewer than
-            three steps), effect_ns (of the class on the step; null for small classes).  Largest
+            three steps, and if ranks shared cores), effect_ns (of the class on the step; null for
+            small classes).  Largest
             effect first.
         ranks: the same with ranks as classes, which shows single slow devices that averages
             hide; None if the runs have other ranks.  In effects of ranks every sort of operation
@@ -234,6 +235,11 @@ def _compared(traces: Sequence[Trace], by: Sequence[str], effects: int) -> Compa
     if by == ["rank"] and ranks is not None:
         classes = ranks.drop("effect_ns")
     scaled = _scaled(classes, list(by), sums, sorts, tables[0], model)
+    if any(shared_cores_text(trace.header) for trace in traces):
+        # Who got the cores when is another chance in each run, which steps of one do not show.
+        unknown = pl.lit(None, pl.Boolean).alias("clear")
+        classes = classes.with_columns(unknown)
+        ranks = None if ranks is None else ranks.with_columns(unknown)
     return Comparison(
         step_a_ns=_step_ns(tables[0]),
         step_b_ns=_step_ns(tables[1]),
@@ -242,12 +248,15 @@ def _compared(traces: Sequence[Trace], by: Sequence[str], effects: int) -> Compa
         classes=_with_effects(classes, model, scaled, effects),
         ranks=ranks,
         sizes=_sizes(traces),
-        doubts=tuple(
-            f"{run}: {text}"
-            for run, trace in zip("AB", traces, strict=True)
-            if (text := longer_text(trace.header))
-        ),
+        doubts=tuple(_doubts(*(doubts(trace.header) for trace in traces))),
     )
+
+
+def _doubts(a: Sequence[str], b: Sequence[str]) -> Iterator[str]:
+    """Of which run they are; what is true of both is told once."""
+    for text in dict.fromkeys((*a, *b)):
+        runs = [run for run, texts in (("A", a), ("B", b)) if text in texts]
+        yield f"{' and '.join(runs)}: {text}"
 
 
 def cut_otherwise(by: Sequence[str]) -> pl.Expr:

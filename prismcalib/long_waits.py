@@ -11,7 +11,7 @@ import polars as pl
 
 from prismcalib.chosen_steps import chosen_steps
 from prismcalib.computing import covered_ns
-from prismcalib.paths import calibrated_trace, require_partners
+from prismcalib.paths import calibrated_trace, inner_idle, require_partners
 from prismtrace.group_names import group_labels
 from prismtrace.reading import reading
 from prismtrace.schema import LOCAL_KINDS
@@ -36,6 +36,9 @@ class LongWait:
         last: the rank that arrived last, for which they waited.
         computed_ns, waited_ns, other_ns: what that rank did in the `wait_ns` before it arrived:
             spans of its own; nothing but waiting for others itself; the rest (transfers, idle).
+        inner_idle_ns: the part of computed_ns in which its device did nothing, between the kernels
+            of spans; of a span that lies only partly in that time, in proportion. 0 where rows
+            are kernels: then idle time is in other_ns.
         longest: its longest span of that time, by name or else kind; None if it had none.
         longest_ns: how much of the time that span took.
     """
@@ -53,6 +56,7 @@ class LongWait:
     computed_ns: int
     waited_ns: int
     other_ns: int
+    inner_idle_ns: int
     longest: str | None
     longest_ns: int
 
@@ -130,7 +134,7 @@ def _instances(nodes: pl.LazyFrame, limit: int) -> pl.DataFrame:
 
 
 def _rows_of(nodes: pl.LazyFrame, ranks: Sequence[int]) -> pl.DataFrame:
-    """What some ranks do: rank, text, local, begin_ns, end_ns, wait_end_ns."""
+    """What some ranks do: rank, text, local, idle (share), begin_ns, end_ns, wait_end_ns."""
     kind = pl.col("kind").cast(pl.String)
     start = pl.col("start_ns")
     return (
@@ -139,6 +143,7 @@ def _rows_of(nodes: pl.LazyFrame, ranks: Sequence[int]) -> pl.DataFrame:
             "rank",
             text=pl.coalesce(pl.col("name").cast(pl.String), kind),
             local=kind.is_in(_LOCAL),
+            idle=inner_idle(nodes.collect_schema().names()) / pl.col("dur_ns").clip(lower_bound=1),
             begin_ns=start,
             end_ns=start + pl.col("dur_ns"),
             wait_end_ns=start + pl.col("wait_ns").fill_null(0),
@@ -155,6 +160,7 @@ def _told(row: dict[str, Any], names: dict[int, str], own: pl.DataFrame) -> Long
     local = within.filter("local").with_columns(took=pl.col("end_ns") - pl.col("begin_ns"))
     waits = within.filter(~pl.col("local")).with_columns(end_ns="wait_end_ns")
     computed = _covered(local)
+    idle = local.select((pl.col("took") * pl.col("idle")).sum()).item()
     waited = _covered(pl.concat([local.drop("took"), waits])) - computed
     longest, longest_ns = None, 0
     if local.height:
@@ -174,6 +180,7 @@ def _told(row: dict[str, Any], names: dict[int, str], own: pl.DataFrame) -> Long
         computed_ns=computed,
         waited_ns=waited,
         other_ns=row["wait_ns"] - computed - waited,
+        inner_idle_ns=min(round(idle), computed),
         longest=longest,
         longest_ns=longest_ns,
     )

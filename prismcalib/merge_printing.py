@@ -10,7 +10,7 @@ from prismcalib.durations import format_ns
 from prismcalib.merge_result import MergeReport
 from prismcalib.slices import SlicesReport
 from prismcalib.step_times import steps_text
-from prismcalib.wording import IDLE_BETWEEN, IDLE_INSIDE, longer_text, parts_of_spans
+from prismcalib.wording import IDLE_BETWEEN, IDLE_INSIDE, doubts, parts_of_spans
 from prismtrace.console import counted, table
 from prismtrace.schema import TraceHeader, TransferSource
 
@@ -26,6 +26,10 @@ def print_merge(report: MergeReport, header: TraceHeader, *, again: bool = False
     """What merging a recorded run did; `again` if it had been merged before."""
     share = report.difference_ns / max(report.recorded_ns, 1)
     why = f"because of the clamps below; no row is later than {format_ns(report.most_delayed_ns)}"
+    if not report.difference_ns:
+        why = (
+            f"the clamps below move rows by up to {format_ns(report.most_delayed_ns)}, none the end"
+        )
     if not report.most_delayed_ns:
         why = (
             "every row as recorded, for the recorded idle times are kept: it checks the graph "
@@ -77,7 +81,7 @@ def print_merge(report: MergeReport, header: TraceHeader, *, again: bool = False
         ]
     )
     table(title, ("", "time", "meaning"), lines)
-    if text := longer_text(header):
+    for text in doubts(header):
         print(f"\nwarning: {text}")
     print()
     _print_clocks(report)

@@ -15,7 +15,7 @@ from prismcalib.wording import (
     IDLE_INSIDE,
     ONE_STEP_PATH,
     RankNames,
-    longer_text,
+    doubts,
     start_text,
 )
 from prismtrace.console import counted, table
@@ -24,11 +24,15 @@ from prismtrace.schema import TraceHeader
 __all__ = ["print_path", "print_prediction"]
 
 
-_OUTSIDE = (
-    "it is the median of the steps as they were; draws take steps of the same operations only, one "
-    "for every rank apart, so that slow ones of several ranks meet more often or more seldom"
+_NEXT = (
+    "`prismcalib waits` shows who had waited for others before; `prismcalib stragglers` looks for "
+    "the cause"
 )
-"""Why quantiles of drawn steps need not hold the step time."""
+_DRAWN = (
+    "the step time above is the median of the steps as they were; a drawn step takes one of them for "
+    "every rank apart, so that slow ones of several ranks meet more often or more seldom"
+)
+"""Why quantiles of drawn steps are not those of the steps."""
 
 
 def print_path(path: CriticalPath, late: Lateness | None, header: TraceHeader, limit: int) -> None:
@@ -36,13 +40,12 @@ def print_path(path: CriticalPath, late: Lateness | None, header: TraceHeader, l
     names = RankNames.of(header)
     print_steps(path.looked_at)
     if late is not None:
-        more = (
-            "; who of them waited for others first shows `prismcalib waits`, and "
-            "`prismcalib stragglers` looks for the cause"
-        )
-        print(f"{late.sentence}{more if late.wait_ns else ''}\n")
+        print(late.sentence)
+        if late.wait_ns:
+            print(_NEXT)
+        print()
     _print_length(path)
-    if text := longer_text(header):
+    for text in doubts(header):
         print(f"\n{text}")
     if late is not None and late.wait_ns:
         print()
@@ -141,19 +144,20 @@ def print_prediction(prediction: Prediction, header: TraceHeader, *, spread: boo
         follows = prediction.looked_at is not None and prediction.looked_at.before
         begin = "end of the step before" if follows else "first start of any rank"
         print(f"a single step counts from the {begin} to the last end")
-    if text := longer_text(header):
+    for text in doubts(header):
         print(text)
     if prediction.spread is not None:
-        _print_spread(prediction.spread, prediction.step_ns)
+        _print_spread(prediction.spread)
     elif spread and not prediction.steps["step"].null_count():
         print(f"no spread: {prediction.why_no_spread}")
     if prediction.estimates is not None:
         print_range(prediction.estimates)
     window = max(prediction.window_ns, 1)
     names = RankNames.of(header)
+    idle = f", nor beside what is {IDLE_INSIDE}" if prediction.ranks["inner_idle_ns"].sum() else ""
     print()
     table(
-        "where each rank spends the window (transferring and waiting: not beside computation)",
+        f"where each rank spends the window (transferring and waiting: not beside computation{idle})",
         (*names.heads, "computing", IDLE_INSIDE, "transferring", "waiting", IDLE_BETWEEN),
         [
             (*names.cells(rank), *(f"{ns / window:.1%}" for ns in times))
@@ -173,12 +177,16 @@ def print_prediction(prediction: Prediction, header: TraceHeader, *, spread: boo
         print(f"\n{ONE_STEP_PATH}")
 
 
-def _print_spread(spread: StepSpread, step_ns: int) -> None:
+def _print_spread(spread: StepSpread) -> None:
     print()
     table(
         f"how much it varies: {spread.simulated_steps} steps, drawn from "
         f"{spread.observed_steps} of every rank"
-        + (f"; {spread.unlike_steps} of other operations" if spread.unlike_steps else ""),
+        + (
+            f"; {counted(spread.unlike_steps, 'step')} with other operations left out"
+            if spread.unlike_steps
+            else ""
+        ),
         ("quantile", "step time", "90 % sure it is between", "and"),
         [
             (f"p{round(100 * quantile.level)}", *map(format_ns, times))
@@ -186,6 +194,4 @@ def _print_spread(spread: StepSpread, step_ns: int) -> None:
             for times in [(quantile.ns, quantile.low_ns, quantile.high_ns)]
         ],
     )
-    low, *_, high = (quantile.ns for quantile in spread.quantiles)
-    if not low <= step_ns <= high:
-        print(f"the step time above is {'shorter' if step_ns < low else 'longer'}: {_OUTSIDE}")
+    print(_DRAWN)

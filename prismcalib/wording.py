@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from prismtrace.console import counted
+from prismtrace.headers import SHARED_CORES
 from prismtrace.ranks import parse_ranks
 from prismtrace.schema import TraceHeader, TraceKind
 
@@ -14,12 +16,13 @@ __all__ = [
     "ONE_STEP_PATH",
     "PART_MEANINGS",
     "RankNames",
-    "longer_text",
+    "doubts",
     "merge_first",
     "no_peers",
     "parts_of_spans",
     "percent_text",
     "share_text",
+    "shared_cores_text",
     "start_text",
 ]
 
@@ -57,11 +60,16 @@ _SAVES = (
     "saves: share of the step without launch delays that goes if only this part is like its peers "
     "(below 0: operations that were quicker than their peers' get longer, too)"
 )
+_DELAYS = (
+    "only durations are compared: what starts late because its host was late (at kernel grain all idle "
+    "time, else what lies between spans) is in none of the tables, but in the cause launch-delays"
+)
 PART_MEANINGS = (
     "slowdown: the ideal step with only this part's own durations put back, over the ideal step",
     _SAVES,
+    _DELAYS,
 )
-"""What the two numbers of a part mean, wherever they are shown."""
+"""What the two numbers of a part mean, wherever they are shown, and what is not in them."""
 
 CAUSE_MEANING = (
     "a cause takes out just the difference that its line names, of a rank or group the same share "
@@ -75,7 +83,7 @@ _OFF = 0.03
 """Share of the window that propagated times may differ from the observed ones before it is told."""
 
 
-def longer_text(header: TraceHeader) -> str:
+def _longer_text(header: TraceHeader) -> str:
     """That times of a merged recording are not those observed, and why; empty if they nearly are."""
     told = header.extra.get("merge", {})
     recorded, propagated = told.get("recorded_ns"), told.get("propagated_ns")
@@ -92,6 +100,22 @@ def longer_text(header: TraceHeader) -> str:
     if any("gloo" in label or label.startswith("cpu thread") for label in header.streams.values()):
         text += "; gloo runs operations side by side on its threads, which come one after the other here"
     return f"{text}. Step times, critical path and savings are as much off"
+
+
+def doubts(header: TraceHeader) -> tuple[str, ...]:
+    """Why times of a trace are not what they seem, a sentence each."""
+    return tuple(filter(None, (_longer_text(header), shared_cores_text(header))))
+
+
+def shared_cores_text(header: TraceHeader) -> str:
+    """That ranks shared cores when a trace was recorded, and what that does; empty if not."""
+    shared = header.extra.get(SHARED_CORES)
+    if not shared:
+        return ""
+    return (
+        f"{shared['ranks']} ranks shared {counted(shared['cores'], 'core')} when this was recorded: everything "
+        "took longer than with a core each, and which rank was slow may be chance"
+    )
 
 
 def merge_first(kind: TraceKind) -> str:

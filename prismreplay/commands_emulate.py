@@ -214,6 +214,7 @@ def _print(done: Emulation) -> None:
         real, worst = found.comparison, found.comparison["worst_step_error"]
         error = f"{real['step_error']:+.1%} against {real['real']}; of any step {worst:.1%} at most"
         rows.append(("error of the step", error))
+        rows += [("  but of the true run", text) for text in real.get("doubts", ())]
     for rank, nbytes in found.peak_memory.items():
         rows.append((f"peak memory, rank {rank}", f"{nbytes / 1e6:,.1f} MB"))
     for rank, losses in found.losses.items():

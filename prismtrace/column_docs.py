@@ -59,7 +59,7 @@ waiting and transfer together.
 `start_ns` and `dur_ns` reach from the first to the last kernel between two communications. Gaps
 between rows then miss the idle time inside spans, which is often the larger part: it is
 `dur_ns - x_busy_ns`. At `--grain kernel` every kernel is a row, there is no `x_busy_ns`, and all
-idle time lies between rows. `prismcalib.predict(...).ranks` has both parts for every rank.
+idle time of a rank lies between its rows, of all streams together. `prismcalib.predict(...).ranks` has both parts for every rank.
 """
 
 _EXTRA = """\

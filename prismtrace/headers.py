@@ -25,6 +25,7 @@ from prismtrace.schema import FORMAT_VERSION, TraceHeader
 __all__ = [
     "CUT_BEFORE",
     "METADATA_KEY",
+    "SHARED_CORES",
     "PathLike",
     "read_header",
     "read_headers",
@@ -34,6 +35,10 @@ __all__ = [
 
 CUT_BEFORE = "cut_before"
 """In `TraceHeader.extra`: steps whose predecessor was cut out, and its number."""
+
+SHARED_CORES = "shared_cores"
+"""In `TraceHeader.extra`: of a job on CPUs recorded with fewer cores than ranks, of the host where that was
+worst, how many ranks shared how many cores."""
 
 METADATA_KEY = "prismtrace"
 """Key of the header in the Parquet file metadata."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prismtrace.errors import RankError
 from prismtrace.group_names import group_label
+from prismtrace.ranks import parse_ranks
 from prismtrace.schema import LOCAL_KINDS, P2P_KINDS
 from prismtrace.spool import TAG
 
@@ -153,6 +154,7 @@ class RecordedJob:
             "clock": self._clock() if self._timed else (),
             "steps": tuple(sorted(steps)),
             "axes": known.axes or (_axes(groups, axis_of) if axis_of else {}),
+            "extra": {**known.extra, **self._shared_cores()},
         }
         return TraceHeader.model_validate({**dict(known), **made})
 
@@ -197,6 +199,18 @@ class RecordedJob:
             )
             for number, (key, ranks) in enumerate(hosts.items())
         )
+
+    def _shared_cores(self) -> dict[str, Any]:
+        """Of the host where most ranks came on a core, if some had to share one."""
+        from prismtrace.headers import SHARED_CORES
+
+        hosts: dict[str, list[set[int]]] = {}
+        for facts in self._facts.values():
+            if "cores" in facts:
+                hosts.setdefault(facts["host"], []).append(set(parse_ranks(facts["cores"])))
+        found = [(len(sets), len(set().union(*sets))) for sets in hosts.values()]
+        ranks, cores = max(found, key=lambda host: host[0] / host[1], default=(0, 1))
+        return {SHARED_CORES: {"ranks": ranks, "cores": cores}} if ranks > cores else {}
 
     def _last_step(self) -> int | None:
         """The last step that all ranks finished, if a rank was cut off; null: keep all."""

@@ -63,7 +63,8 @@ class SpanWriter:
         rank: global rank of this program.
         world_size: ranks of the job; if no spool of a job says, the highest rank decides.
         facts: what else to note: `host` or `clock` of the times, if not this host and its
-            `perf_counter`; `residual_ns`, by how much they may be off.
+            `perf_counter`; `residual_ns`, by how much they may be off; `cores`, those that it may
+            compute on (`0-3,8`).
         background: write on a thread; without, whoever fills a chunk writes it.
 
     Raises:

@@ -11,7 +11,7 @@ from prismcalib.paths import CriticalPath
 from prismcalib.report.markup import bytes_text
 from prismcalib.report.scan import LOCAL
 from prismcalib.report.tables import Pipeline
-from prismcalib.wording import RankNames, percent_text, start_text
+from prismcalib.wording import RankNames, doubts, percent_text, start_text
 from prismtrace.group_names import group_family, group_labels
 from prismtrace.schema import TraceHeader
 
@@ -73,6 +73,7 @@ def conclude(
     else:
         headline = _compute_sentence(path, ranks, pipeline, RankNames.of(header))
     notes = _notes(ranks, pipeline, traffic, path.length_ns) + _reservations(path)
+    notes += [f"{text[0].upper()}{text[1:]}." for text in doubts(header)]
     return Conclusion(headline, tuple(notes))
 
 

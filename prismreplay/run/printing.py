@@ -241,6 +241,8 @@ def _print_devices(devices: Sequence[Mapping[str, int]]) -> None:
 
 
 def _print_comparison(found: Comparison) -> None:
+    for text in found.doubts:
+        print(f"{found.real}: {text}")
     for title, rows in (("step", found.steps), ("kind", found.kinds)):
         console.table(
             f"Against {found.real}, by {title}",

@@ -13,6 +13,7 @@ import numpy as np
 import polars as pl
 
 from prismcalib.step_times import step_durations, typical_ns
+from prismcalib.wording import doubts
 from prismreplay.run.hybrid import GroupUse
 from prismreplay.run.marks import DeviceSummary, StepMark, core_wait
 from prismreplay.run.running import RunOutcome
@@ -122,7 +123,8 @@ class Comparison:
     """The run against a recorded true one, on the sandbox ranks. Times in ns.
 
     `steps` has (step, real, emulated, error), `kinds` (kind, real, emulated, error), errors as
-    shares of the real one; `kinds` sum over steps that both have.
+    shares of the real one; `kinds` sum over steps that both have. `doubts` are reasons not to take
+    the true run's times for those of the job.
     """
 
     real: str
@@ -130,6 +132,7 @@ class Comparison:
     worst_step_error: float
     steps: tuple[tuple[int, int, int, float], ...]
     kinds: tuple[tuple[str, int, int, float], ...]
+    doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -402,6 +405,7 @@ def _compare(path: Path, outcome: RunOutcome, sandbox: Sequence[int]) -> Compari
             (kind, time_ns, kinds[1].get(kind, 0), _error(time_ns, kinds[1].get(kind, 0)))
             for kind, time_ns in kinds[0].items()
         ),
+        doubts=doubts(real.header),
     )
 
 

@@ -43,6 +43,7 @@ from prismreplay.runtime.operations import MESSAGES, Call, Group, Op
 from prismreplay.runtime.process_group import living
 from prismreplay.runtime.shelves import Kept, Shelf, found_by_backend
 from prismreplay.runtime.works import RealBatch
+from prismtrace.ranks import format_ranks
 from prismtrace.recorder import SpanWriter
 from prismtrace.spool import SPOOL_SUFFIX
 
@@ -61,7 +62,9 @@ _now = time.perf_counter_ns
 def start(rank: int, world_size: int) -> tuple[RecordRole, GraphRecorder]:
     """Begin to record this rank, until its process ends."""
     path = Path(os.environ[SPOOLS_VARIABLE]) / f"rank-{rank:05d}{SPOOL_SUFFIX}"
-    writer = SpanWriter(path, rank=rank, world_size=world_size)
+    # Where devices compute, the host's cores are seldom what ranks wait for.
+    facts = {} if torch.cuda.is_available() else {"cores": format_ranks(_cores())}
+    writer = SpanWriter(path, rank=rank, world_size=world_size, facts=facts)
     timeline = Timeline(CudaDevices(), writer) if torch.cuda.is_available() else None
     clock = _now if timeline is None else None
     recorder = make_recorder(writer, clock=clock, timeline=timeline, cuda=timeline is not None)
@@ -73,6 +76,11 @@ def start(rank: int, world_size: int) -> tuple[RecordRole, GraphRecorder]:
     before_exit(lambda code: recorder.finish() if code == 0 else writer.flush())
     _note_failure(recorder)
     return role, recorder
+
+
+def _cores() -> tuple[int, ...]:
+    """The cores that this process may use."""
+    return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def _note_failure(recorder: GraphRecorder) -> None:

@@ -4,13 +4,15 @@ import polars as pl
 import pytest
 
 from prismcalib import synth
+from prismcalib.cli import app
 from prismcalib.comparing import compare
 from prismcalib.errors import ComparisonError, MergeInputError
 from prismcalib.merging import merge
 from prismcalib.operations import group_families, operations
 from prismcalib.prediction import predict
-from prismcalib.wording import longer_text
-from prismtrace.trace import Trace
+from prismcalib.wording import doubts
+from prismtrace.headers import SHARED_CORES
+from prismtrace.trace import Trace, write
 from tests.prismtrace.conftest import build_trace
 
 SHAPE = {"pp": 2, "tp": 1, "dp": 2, "layers_per_stage": 1, "steps": 4, "seed": 1}
@@ -191,7 +193,7 @@ def test_names_that_only_one_run_has_are_noted():
 def test_times_that_merging_made_longer_are_told():
     trace = run()
     merged = trace.header.extra["merge"]
-    assert longer_text(trace.header) == ""
+    assert doubts(trace.header) == ()
     longer = {
         **merged,
         "propagated_ns": round(1.11 * merged["recorded_ns"]),
@@ -201,8 +203,28 @@ def test_times_that_merging_made_longer_are_told():
     header = trace.header.model_copy(
         update={"extra": {**trace.header.extra, "merge": longer}, "streams": {0: "gloo send"}}
     )
-    text = longer_text(header)
+    (text,) = doubts(header)
     assert text.startswith("times are 11 % longer than observed: 7 rows, send above all,")
     assert "gloo runs operations side by side" in text
     doubtful = compare(trace, Trace(header=header, nodes=trace.nodes))
     assert doubtful.notes[0] == f"B: {text}"
+
+
+def test_of_ranks_that_shared_cores_no_change_is_clear(capsys, tmp_path):
+    trace = run()
+    plain = compare(trace, run(stragglers={1: 1.5}))
+    assert plain.ranks["clear"].any()
+    extra = {**trace.header.extra, SHARED_CORES: {"ranks": 8, "cores": 2}}
+    header = trace.header.model_copy(update={"extra": extra})
+    shared = Trace(header=header, nodes=trace.nodes)
+    told = "8 ranks shared 2 cores when this was recorded"
+    found = compare(shared, run(stragglers={1: 1.5}))
+    assert found.doubts[0].startswith(f"A: {told}")
+    assert found.classes["clear"].null_count() == found.classes.height
+    assert found.ranks["clear"].null_count() == found.ranks.height
+    assert compare(shared, shared).doubts[0].startswith("A and B: ")
+    # Every command that tells times says it once.
+    write(shared, tmp_path / "shared.parquet")
+    for command in ("critical-path", "predict", "stragglers", "waits"):
+        app([command, str(tmp_path / "shared.parquet")], standalone_mode=False)
+        assert capsys.readouterr().out.count(told) == 1

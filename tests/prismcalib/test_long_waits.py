@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import polars as pl
 import pytest
 
 from prismcalib import critical_path, longest_waits, merge, synth
@@ -78,6 +79,32 @@ def test_the_command(tmp_path, capsys):
     assert answer["steps_looked_at"]["left_out_before"] == []
     (only,) = answer["waits"]
     assert (only["rank"], only["last"], only["waited_ns"]) == (2, 1, 30)
+
+
+def test_idle_time_inside_spans_is_no_computation(tmp_path, capsys):
+    import prismtrace as pt
+
+    trace = made()
+    busy = {"slow": 10, "short": 10, "compute": 5}
+    name = pl.col("name").cast(pl.String).fill_null("compute")
+    local = pl.col("kind").cast(pl.String) == "compute"
+    known = pl.when(local).then(name.replace_strict(busy, default=None, return_dtype=pl.Int64))
+    spans = Trace(header=trace.header, nodes=trace.nodes.with_columns(x_busy_ns=known))
+    first, second = longest_waits(spans)
+    # Of its span of 25, 20 idle; of the span of 10 that began 5 before, nothing.
+    assert (first.computed_ns, first.inner_idle_ns) == (30, 20)
+    # The last 30 of a span of 40 that is idle for 30, in proportion.
+    assert (second.computed_ns, second.inner_idle_ns) == (30, 22)
+    path = tmp_path / "spans.parquet"
+    pt.write(spans, path)
+    app(["waits", str(path)], standalone_mode=False)
+    heads, _, row, *_ = capsys.readouterr().out.splitlines()[1:]
+    assert [head for head in ("computed", "idle inside") if head in heads] == [
+        "computed",
+        "idle inside",
+    ]
+    assert "10 ns" in row
+    assert "20 ns" in row
 
 
 def test_nobody_waits(tmp_path, capsys):

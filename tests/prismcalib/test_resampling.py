@@ -155,13 +155,23 @@ def test_members_of_a_communication_take_its_transfer_from_one_step(make_run):
         assert drawn[~member].tolist() == chosen.tolist()
 
 
-def test_why_quantiles_do_not_hold_the_step_time_is_said(capsys):
+def test_what_drawn_steps_are_is_said_beside_the_step_time(capsys):
     trace = merge(synth.generate(job(**CALM, steps=3))).trace
     prediction = predict(trace, draws=20)
     print_prediction(prediction, trace.header, spread=True)
-    assert "the step time above" not in capsys.readouterr().out
-    for by, word in ((5, "shorter"), (-5, "longer")):
-        moved = tuple(replace(one, ns=one.ns + by) for one in prediction.spread.quantiles)
-        other = replace(prediction, spread=replace(prediction.spread, quantiles=moved))
-        print_prediction(other, trace.header, spread=True)
-        assert f"the step time above is {word}: it is the median" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "the step time above is the median of the steps as they were" in shown
+    assert "other operations" not in shown
+    unlike = replace(prediction, spread=replace(prediction.spread, unlike_steps=1))
+    print_prediction(unlike, trace.header, spread=True)
+    assert "; 1 step with other operations left out" in capsys.readouterr().out
+
+
+def test_what_exposed_means_where_spans_hold_idle_time(capsys):
+    trace = merge(synth.generate(job(**CALM, steps=3))).trace
+    prediction = predict(trace, draws=0)
+    title = "where each rank spends the window (transferring and waiting: not beside computation"
+    for idle, told in ((0, f"{title})"), (5, f"{title}, nor beside what is idle inside spans)")):
+        ranks = prediction.ranks.with_columns(inner_idle_ns=pl.lit(idle, pl.Int64))
+        print_prediction(replace(prediction, ranks=ranks), trace.header, spread=False)
+        assert told in capsys.readouterr().out

@@ -79,6 +79,9 @@ def test_a_run_is_recorded_and_explains_itself(tmp_path, write_program, run_comm
     trace = pt.open(tmp_path / "run.parquet")
     # gloo runs two collectives of a group at a time: they may overlap.
     assert {each.rule for each in pt.validate(trace)} <= {"overlap"}
+    cores = len(os.sched_getaffinity(0))
+    shared = {"ranks": 2, "cores": cores} if cores < 2 else None
+    assert trace.header.extra.get("shared_cores") == shared
     nodes = trace.collect()
     assert nodes.height == report["nodes"]
     assert nodes["start_ns"].null_count() == 0

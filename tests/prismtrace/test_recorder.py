@@ -16,22 +16,45 @@ import pytest
 import prismtrace as pt
 from prismtrace.assembling import LastCommunication
 from prismtrace.errors import InputFileError, OutputError, RankError, ValidationError
+from prismtrace.headers import SHARED_CORES
 from prismtrace.recorder import CHUNK_ROWS
 from prismtrace.spool import frame_of, read_spool
 
 
-def record(folder, ranks=2, steps=3, **options):
+def record(folder, ranks=2, **options):
     for rank in range(ranks):
-        with pt.SpanWriter(folder / f"{rank}.spool", rank=rank, **options) as writer:
-            writer.group("dp", range(ranks), desc="mesh_dp")
-            for step in range(steps):
-                now = 1_000_000 * step + 1000 * rank
-                work = writer.span("work", now, now + 500_000, step=step, phase="forward")
-                writer.communication(
-                    "all_reduce", "dp", step, now + 500_000, now + 600_000,
-                    stream="sync", bytes=64, dtype="float32", reduce_op="sum",
-                    step=step, phase="backward", after=[work],
-                )  # fmt: skip
+        record_one(folder, rank, ranks, **options)
+
+
+def record_one(folder, rank, ranks, steps=3, **options):
+    with pt.SpanWriter(folder / f"{rank}.spool", rank=rank, **options) as writer:
+        writer.group("dp", range(ranks), desc="mesh_dp")
+        for step in range(steps):
+            now = 1_000_000 * step + 1000 * rank
+            work = writer.span("work", now, now + 500_000, step=step, phase="forward")
+            writer.communication(
+                "all_reduce", "dp", step, now + 500_000, now + 600_000,
+                stream="sync", bytes=64, dtype="float32", reduce_op="sum",
+                step=step, phase="backward", after=[work],
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cores", "shared"),
+    [
+        (["0-3", "0-3"], None),
+        (["0", "1"], None),
+        (["0-1", "0-1", "0-1"], {"ranks": 3, "cores": 2}),
+        (["0", "0", "1"], {"ranks": 3, "cores": 2}),
+        ([None, None], None),
+    ],
+)
+def test_ranks_that_shared_cores_are_told(tmp_path, cores, shared):
+    for rank, mine in enumerate(cores):
+        facts = {} if mine is None else {"cores": mine}
+        record_one(tmp_path, rank, len(cores), facts=facts)
+    pt.assemble(tmp_path, tmp_path / "job.parquet")
+    assert pt.open(tmp_path / "job.parquet").header.extra.get(SHARED_CORES) == shared
 
 
 @pytest.mark.parametrize("background", [True, False])
