@@ -36,6 +36,8 @@ __all__ = ["RecordReport", "assemble_spools", "assembling_line", "record", "reco
 _ROLE_VARIABLE = "PRISMREPLAY_ROLE"
 _SPOOLS_VARIABLE = "PRISMREPLAY_SPOOLS"
 _FACTORY = "prismreplay.runtime.recording:start"
+_OTHER_SIZE = b"Received data size doesn't match"
+"""gloo ends the process that receives, whoever sent too much."""
 _ENTRY_POINT = "prismreplay.runtime.bootstrap:autoload"
 
 
@@ -251,9 +253,14 @@ def _with_hint(error: RankFailedError, spools: Path, output: Path) -> RankFailed
     if not _spools_in(spools):
         return error
     hint = f"what was recorded until then is kept: {assembling_line(spools, output)}"
-    if _ends_in_gloo(error):
+    message, words = error.message, _last_words(error)
+    if b"/gloo/" in words:
         hint = f"which ranks do not fit, and at which line, says `prismreplay collect`; {hint}"
-    return RankFailedError(error.message, where=error.where, report=error.report, hint=hint)
+        if _OTHER_SIZE in words:
+            message += (
+                ": it got more data than it expected, so another rank may be the one at fault"
+            )
+    return RankFailedError(message, where=error.where, report=error.report, hint=hint)
 
 
 def assembling_line(spools: Path, output: Path) -> str:
@@ -261,12 +268,12 @@ def assembling_line(spools: Path, output: Path) -> str:
     return f"prismreplay record --assemble {quote(str(spools))} -o {quote(str(output))}"
 
 
-def _ends_in_gloo(error: RankFailedError) -> bool:
-    """Whether the rank's last words are of a communication that failed."""
+def _last_words(error: RankFailedError) -> bytes:
+    """The end of the log of the rank that failed."""
     try:
         with Path(error.where or "").open("rb") as log:
             log.seek(0, os.SEEK_END)
             log.seek(max(0, log.tell() - 2048))
-            return b"/gloo/" in log.read()
+            return log.read()
     except OSError:
-        return False
+        return b""

@@ -193,6 +193,20 @@ def test_a_rank_that_fails_leaves_what_was_recorded(
     assert {each.rule for each in pt.validate(trace)} <= {"overlap"}
 
 
+def test_who_aborts_for_what_another_sent_is_not_blamed(tmp_path, run_command):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(3000 if dist.get_rank() == 2 else 1000))\n"
+    )
+    done = run_command("prismreplay", "record", "--nproc-per-node", 3, "--", program)
+    assert done.returncode == 1
+    said = done.stderr[done.stderr.index("error: ") :]
+    assert "SIGABRT: it got more data than it expected, so another rank may be the one at" in said
+    assert "`prismreplay collect`" in said
+
+
 def test_what_cannot_be_recorded(write_program, run_command):
     alone = write_program(text="print('nobody to talk to')")
     done = run_command("prismreplay", "record", "--", alone)
