@@ -190,6 +190,15 @@ class _Told:
         print(text, file=self._stream, flush=True)
 
 
+def _own_clock(emulated_ns: int, measured_ns: int | None) -> str:
+    """What the program itself saw, if the emulator held it up."""
+    from prismcalib.durations import format_ns
+
+    if measured_ns is None or measured_ns <= emulated_ns:
+        return ""
+    return f"; {format_ns(measured_ns)} by the program's own clock, which counts the emulator, too"
+
+
 def _print(done: Emulation) -> None:
     from prismcalib.durations import format_ns
     from prismcalib.step_times import steps_text
@@ -207,7 +216,9 @@ def _print(done: Emulation) -> None:
         rows.append(
             (
                 "emulated step time",
-                f"{format_ns(emulated)} ({apart:+.1%} against that; {steps_text(found.steps, 1)})",
+                f"{format_ns(emulated)} ({apart:+.1%} against that; {steps_text(found.steps, 1)}"
+                + _own_clock(emulated, found.measured_step_ns)
+                + ")",
             )
         )
     if found.comparison is not None:

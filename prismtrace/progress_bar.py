@@ -22,28 +22,46 @@ _LINES_SECONDS = 30.0
 
 
 class Progress:
-    """What `progress` yields. Without a terminal every method does nothing, or prints lines."""
+    """What `progress` yields. Without a terminal it prints a line now and then, while it lasts long."""
 
     def __init__(
-        self, bar: RichProgress | None = None, task: TaskID | None = None, *, lines: bool = False
+        self,
+        description: str,
+        total: int | None = None,
+        bar: RichProgress | None = None,
+        task: TaskID | None = None,
     ) -> None:
+        self._description = description
+        self._total = total
+        self._done = 0
         self._bar = bar
         self._task = task
-        self._lines = lines
-        self._last_line = time.monotonic()
+        self._begun = self._last_line = time.monotonic()
 
     def advance(self, n: int = 1) -> None:
         """Count `n` more items or bytes as done. May be called from several threads."""
         if self._bar is not None and self._task is not None:
             self._bar.advance(self._task, n)
+        else:
+            self._done += n
+            self._print_line()
 
     def describe(self, description: str) -> None:
         """Replace the text in front of the bar."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description=description)
-        elif self._lines and time.monotonic() - self._last_line >= _LINES_SECONDS:
-            self._last_line = time.monotonic()
-            print(description, file=sys.stderr, flush=True)
+        else:
+            self._description = description
+            self._print_line()
+
+    def _print_line(self) -> None:
+        now = time.monotonic()
+        if now - self._last_line < _LINES_SECONDS:
+            return
+        self._last_line = now
+        share = f", {self._done / self._total:.0%}" if self._total and self._done else ""
+        text = f"{self._description} ({now - self._begun:.0f} s{share})"
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -54,18 +72,19 @@ def progress(
     unit: Literal["items", "bytes"] = "items",
     lines: bool = False,
 ) -> Iterator[Progress]:
-    """Show a progress bar on stderr while the block runs; silent when it is no terminal.
+    """Show a progress bar on stderr while the block runs; where it is no terminal, lines.
 
-    `total` counts items or bytes (`unit`); None means unknown, shown as a moving bar. With `lines`,
-    for what takes minutes, a line is printed instead at the beginning, with the newest description
-    every half a minute at most, and at the end, unless it fails.
+    `total` counts items or bytes (`unit`); None means unknown, shown as a moving bar. A line with
+    the newest description is printed every half a minute, as long as something is told or counted.
+    With `lines`, for what takes minutes, there is also one at the beginning and, unless it fails, at
+    the end.
     """
     if not sys.stderr.isatty():
         told = lines and WITHIN not in os.environ
         begun = time.monotonic()
         if told:
             print(f"{description} ...", file=sys.stderr, flush=True)
-        yield Progress(lines=lines)
+        yield Progress(description, total)
         if told:
             seconds = time.monotonic() - begun
             print(f"{description}: done in {seconds:.1f} s", file=sys.stderr, flush=True)
@@ -85,4 +104,4 @@ def progress(
         transient=True,
     )
     with bar:
-        yield Progress(bar, bar.add_task(escape(description), total=total))
+        yield Progress(description, total, bar, bar.add_task(escape(description), total=total))

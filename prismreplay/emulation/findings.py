@@ -13,6 +13,7 @@ import polars as pl
 from prismcalib.edits import Edit
 from prismcalib.paths import CriticalPath, critical_path
 from prismcalib.prediction import path_basis, predict
+from prismcalib.step_times import typical_ns
 from prismcalib.whatif import what_if
 from prismreplay.run.marks import CORE_WAIT_BOUND
 from prismtrace.schema import Kind, TransferSource
@@ -44,6 +45,7 @@ class Findings:
         uninjected_step_ns: the same without; None if nothing was injected.
         emulated_step_ns: as the sandbox ranks took it, without what the emulator was late; None
             if they made no step.
+        measured_step_ns: the same steps by the program's own clock, what the emulator cost included.
         steps: how many they made; the first does not count.
         peak_memory: sandbox rank -> most that it held; on a GPU, that torch had allocated.
         losses: sandbox rank -> what it printed as such, in order.
@@ -59,6 +61,7 @@ class Findings:
     predicted_step_ns: int
     uninjected_step_ns: int | None
     emulated_step_ns: int | None
+    measured_step_ns: int | None
     steps: int
     peak_memory: dict[int, int]
     losses: dict[int, tuple[float, ...]]
@@ -116,6 +119,9 @@ def find(
         warnings=tuple(_warnings(reports, calibrated)),
         comparison=run["comparison"],
         emulated_step_ns=run["step_ns"],
+        measured_step_ns=typical_ns([one["measured_ns"] for one in run["steps"]], 1)
+        if run["steps"]
+        else None,
         steps=len(run["steps"]),
         peak_memory={one["rank"]: _peak_memory(one) for one in run["ranks"]},
         interference=run["interference"],

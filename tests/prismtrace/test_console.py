@@ -169,24 +169,25 @@ def test_progress_is_silent_without_a_terminal(program):
 
 
 def test_what_takes_long_prints_lines_without_a_terminal(capsys, monkeypatch):
-    def work(lines):
+    def work(lines, total=None):
         monkeypatch.setattr("prismtrace.progress_bar._LINES_SECONDS", 0.0)
-        with console.progress("slicing", lines=lines) as bar:
+        with console.progress("slicing", total, lines=lines) as bar:
             bar.describe("slicing: slice 0")
+            bar.advance(2)
             monkeypatch.setattr("prismtrace.progress_bar._LINES_SECONDS", 1e6)
             bar.describe("slicing: slice 1")
             bar.advance()
-        return capsys.readouterr()
+        out, err = capsys.readouterr()
+        assert out == ""
+        return re.sub(r"[\d.]+ s\b", "0 s", err, flags=re.MULTILINE).splitlines()
 
-    assert work(lines=False) == ("", "")
-    out, err = work(lines=True)
-    assert re.sub(r"[\d.]+ s$", "0 s", err, flags=re.MULTILINE) == (
-        "slicing ...\nslicing: slice 0\nslicing: done in 0 s\n"
-    )
-    assert out == ""
+    now_and_then = ["slicing: slice 0 (0 s)", "slicing: slice 0 (0 s)"]
+    assert work(lines=False) == now_and_then
+    assert work(lines=False, total=8) == [now_and_then[0], "slicing: slice 0 (0 s, 25%)"]
+    assert work(lines=True) == ["slicing ...", *now_and_then, "slicing: done in 0 s"]
     # The command that runs this one says when it begins and ends.
     monkeypatch.setenv("PRISMTRACE_WITHIN", "emulate")
-    assert work(lines=True) == ("", "slicing: slice 0\n")
+    assert work(lines=True) == now_and_then
 
 
 def test_what_fails_is_not_told_as_done(capsys):

@@ -18,7 +18,7 @@ from tests.prismtrace.conftest import build_trace
 
 RUN = {
     "step_ns": 900,
-    "steps": [{}, {}],
+    "steps": [{"measured_ns": 1500}, {"measured_ns": 950}],
     "ranks": [{"rank": 3, "peak_resident_bytes": 5}],
     "interference": 0.5,
     "disturbed": True,
@@ -52,7 +52,7 @@ def test_parts_of_the_path_are_those_of_the_steps_that_count(found):
 
 
 def test_what_the_run_told_is_passed_on(found):
-    assert (found.emulated_step_ns, found.steps) == (900, 2)
+    assert (found.emulated_step_ns, found.measured_step_ns, found.steps) == (900, 950, 2)
     assert found.peak_memory == {3: 5}
     assert found.losses == {3: (2.5,)}
 
