@@ -39,6 +39,7 @@ from prismreplay.boundary import (
 )
 from prismreplay.errors import PlanError
 from prismreplay.plan_graph import JobGraph
+from prismtrace.group_names import group_labels
 from prismtrace.headers import PathLike
 from prismtrace.output import atomic_output
 from prismtrace.ranks import format_ranks, parse_ranks
@@ -395,8 +396,9 @@ class PlannedWorld:
         """
         found = self._find(key, rank, round_)
         if found is None:
+            called = group_labels(self.plan.groups).get(key.group, key.group)
             raise PlanError(
-                f"the plan has no operation [group={key.group} seq={key.seq}] "
+                f"the plan has no operation [group={called} seq={key.seq}] "
                 f"between rank {rank} and virtual ranks",
                 hint="the program does something else than when it was collected; collect again",
             )

@@ -41,7 +41,7 @@ def _refusal(method: str) -> Callable[..., Any]:
     def refuse(self: Any, *_arguments: Any, **_keywords: Any) -> Any:
         raise UnsupportedOperationError(
             f"ProcessGroup.{method}",
-            where=f"group={self.group.name}",
+            where=f"group={self.group.called}",
             hint="docs/reference/communication.md lists what is covered",
         )
 

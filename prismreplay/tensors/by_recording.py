@@ -157,7 +157,7 @@ class RecordingSupplier:
         return TensorRecordingError(
             f"rank {member} contributed {found[0].call.value} of {shapes} when it was recorded, "
             f"which does not fit the {op.call.value} of rank {rank}",
-            where=f"{self.recorded.folder}, group={op.group.key} seq={op.seq}"
+            where=f"{self.recorded.folder}, group={op.group.called} seq={op.seq}"
             + (f" at {op.site}" if op.site else ""),
             hint="the recording is of another program, version or setting: record it again",
         )

@@ -124,7 +124,7 @@ def described(rank: int, op: Op) -> str:
     """An operation in error texts."""
     who = f" peer={op.peer}" if op.peer is not None else ""
     site = f" at {op.site}" if op.site else ""
-    return f"rank={rank} {op.call.value} group={op.group.name} seq={op.seq}{who}{site}"
+    return f"rank={rank} {op.call.value} group={op.group.called} seq={op.seq}{who}{site}"
 
 
 def _place(rules: RuleSet, number: int, rule: Rule) -> str:

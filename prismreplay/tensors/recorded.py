@@ -152,7 +152,7 @@ class RecordedTensors:
             if digest_of(plain, entry.spec) != entry.sha256:
                 raise TensorRecordingError(
                     f"input {place} of {op.call.value} is not what was recorded",
-                    where=f"rank={rank} group={op.group.key} seq={op.seq}"
+                    where=f"rank={rank} group={op.group.called} seq={op.seq}"
                     + (f" at {op.site}" if op.site else ""),
                     hint="the program is not deterministic, or has changed: fix its seeds, or "
                     "record its tensors again",
@@ -191,7 +191,7 @@ class RecordedTensors:
         if was != is_now:
             raise TensorRecordingError(
                 f"recorded as {_form(was)}, and the program issues {_form(is_now)}",
-                where=f"{self.folder}, rank={rank} group={op.group.key} seq={op.seq}",
+                where=f"{self.folder}, rank={rank} group={op.group.called} seq={op.seq}",
                 hint="the recording is of another program, version or setting: record it again",
             )
 

@@ -20,6 +20,7 @@ from typing import Any
 from prismtrace.converters.kineto.carried import CommOp
 from prismtrace.converters.sniff import SourceFormat, sniff
 from prismtrace.errors import GroupError, InputFileError
+from prismtrace.group_names import group_label
 from prismtrace.input_files import require_readable, unreadable
 from prismtrace.ranks import MOST_RANKS, format_ranks, parse_ranks
 from prismtrace.schema import ProcessGroup
@@ -46,6 +47,11 @@ class GroupKey:
 
     def __hash__(self) -> int:
         return self._hash
+
+    @property
+    def label(self) -> str:
+        """What messages call it: its description is not known everywhere."""
+        return group_label(self.name, "", self.ranks)
 
     @cached_property
     def _hash(self) -> int:

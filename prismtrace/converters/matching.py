@@ -233,9 +233,9 @@ def _mismatch(
     first = int(np.argmin(agree(a, b, at, bt, p2p=p2p)))
     return AlignmentError(
         f"communications do not match: rank {a.rank} has {len(a)}, rank {b.rank} has {len(b)} "
-        f"in group {key.name!r}, and at best {best.agreeing} of {best.overlap} agree; e.g. "
+        f"in group {key.label}, and at best {best.agreeing} of {best.overlap} agree; e.g. "
         f"{a.describe(at.start + first)} against {b.describe(bt.start + first)}",
-        where=f"ranks {a.rank} and {b.rank}, group {key.name!r}",
+        where=f"ranks {a.rank} and {b.rank}, group {key.label}",
         hint=_hint(
             matcher,
             "the traces are of different steps or jobs, or their events were sampled or "
@@ -259,9 +259,9 @@ def _store(
     silent = [rank for rank in key.ranks if rank in matcher.ranks and rank not in sequences]
     if silent and not matcher.keep_unmatched:
         raise AlignmentError(
-            f"{name_ranks(silent)} recorded no communication in group {key.name!r}, "
+            f"{name_ranks(silent)} recorded no communication in group {key.label}, "
             f"{name_ranks(present)} recorded {len(sequences[present[0]])}",
-            where=f"group {key.name!r}",
+            where=f"group {key.label}",
             hint=_hint(
                 matcher, "the traces are of different steps, or communication events were dropped"
             ),
@@ -281,9 +281,9 @@ def _store(
         matcher.counts["unmatched-tail"] += len(numbers[rank]) - 1 - last
         if inside > _MAX_IMPOSSIBLE * len(known) and not matcher.keep_unmatched:
             raise AlignmentError(
-                f"{inside} communications of rank {rank} in group {key.name!r} are missing on "
+                f"{inside} communications of rank {rank} in group {key.label} are missing on "
                 f"other ranks, between {len(known)} that are not",
-                where=f"rank {rank}, group {key.name!r}",
+                where=f"rank {rank}, group {key.label}",
                 hint=_hint(
                     matcher, "events were sampled or dropped; profile with every event kept"
                 ),
@@ -312,7 +312,7 @@ def _check_times(
         matcher.counts["impossible-times"] += wrong
         if wrong > _MAX_IMPOSSIBLE * len(dense) and not matcher.keep_unmatched:
             raise AlignmentError(
-                f"{wrong} of {len(dense)} matched communications of group {key.name!r} cannot "
+                f"{wrong} of {len(dense)} matched communications of group {key.label} cannot "
                 f"have happened together on ranks {reference} and {rank}: one had ended before "
                 "the other started"
                 + (
@@ -320,7 +320,7 @@ def _check_times(
                     if a.host is None or a.host != b.host
                     else ""
                 ),
-                where=f"group {key.name!r}",
+                where=f"group {key.label}",
                 hint="events are missing on some rank (sampled or dropped), or the traces are of "
                 "different steps or runs",
             )

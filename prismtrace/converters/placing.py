@@ -111,7 +111,7 @@ def _peer(rank: int, comm: CommOp, key: GroupKey) -> int | None:
             return peer
     raise GroupError(
         f"{comm.kind} does not tell its partner",
-        where=f"rank {rank}, group {key.name!r}",
+        where=f"rank {rank}, group {key.label}",
         hint="profile with record_shapes=True on torch ≥ 2.5 (nsys: export with --include-blobs "
         "true), or keep such operations as local spans with --unmatched keep",
     )

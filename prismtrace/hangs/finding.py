@@ -11,8 +11,9 @@ from prismtrace.console import counted
 from prismtrace.converters.archives import naming_members
 from prismtrace.converters.flight.inputs import dump_files
 from prismtrace.converters.flight.job import FlightJob, read_job
-from prismtrace.converters.groups import read_groups_file
+from prismtrace.converters.groups import GroupKey, read_groups_file
 from prismtrace.converters.inputs import PathLike, given_ranks
+from prismtrace.group_names import group_label
 from prismtrace.hangs.pending import Instance, JobState, Key, describe, read_state, streams
 from prismtrace.hangs.report import (
     Culprit,
@@ -79,6 +80,7 @@ def analyse(job: FlightJob) -> HangReport:
         missing_ranks=tuple(rank for rank in range(job.world_size) if rank not in job.dumps),
         groups=tuple(
             GroupProgress(
+                label=_label(job, group.key),
                 name=group.key.name,
                 desc=_desc(job, group.key.name),
                 ranks=group.key.ranks,
@@ -241,12 +243,12 @@ def _culprit(
         at = len(job.dumps[rank].entries) - 1 if own is None else own
         entry = job.dumps[rank].entries[at]
         group = job.assignments[rank].group[at]
-        last = describe(job, rank, at) + (f" in group {group.name!r}" if group else "")
+        last = describe(job, rank, at) + (f" in group {_label(job, group)}" if group else "")
         site = entry.site
     return Culprit(
         rank=rank,
         reason=reason,
-        group=instance.key[0].name,
+        group=_label(job, instance.key[0]),
         seq=instance.seq,
         operation=instance.what if differs is None else differs.instead_of(rank),
         waited_for_by=tuple(sorted(r for r in waiting if isinstance(r, int))),
@@ -267,7 +269,7 @@ def _told(job: FlightJob, state: JobState, instance: Instance, latest: int) -> P
     created = [entry.created_ns for entry in entries.values() if entry.created_ns is not None]
     difference = instance.difference
     return PendingOperation(
-        group=instance.key[0].name,
+        group=_label(job, instance.key[0]),
         seq=instance.seq,
         operation=instance.what
         if instance.key[1] is None
@@ -298,6 +300,10 @@ def _latest(job: FlightJob) -> int:
     )
 
 
+def _label(job: FlightJob, key: GroupKey) -> str:
+    return group_label(key.name, _desc(job, key.name), key.ranks)
+
+
 def _desc(job: FlightJob, name: str) -> str:
     """What the program calls a group, if it does."""
     for dump in job.dumps.values():
@@ -314,7 +320,9 @@ def _notes(job: FlightJob, state: JobState) -> list[str]:
     for group in state.groups:
         if group.harmless is not None:
             told = "; ".join(f"rank {r}: {what}" for r, what in sorted(group.harmless.what.items()))
-            notes.append(f"members of group {group.key.name!r} differ in a collective: {told}")
+            notes.append(
+                f"members of group {_label(job, group.key)} differ in a collective: {told}"
+            )
     empty = [rank for rank, dump in job.dumps.items() if not dump.entries]
     if empty:
         notes.append(f"of {name_ranks(empty)} the dumps hold no operation")

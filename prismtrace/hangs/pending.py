@@ -127,7 +127,7 @@ def _group_state(
     numbered = number_collectives(sequences, seqs)
     if numbered.by_order:
         state.notes.append(
-            f"ranks number the collectives of group {key.name!r} differently; told apart by order"
+            f"ranks number the collectives of group {key.label} differently; told apart by order"
         )
     place = {
         rank: dict(zip(numbered.numbers[rank], positions, strict=True))
@@ -171,7 +171,7 @@ def _note_gaps(state: JobState, key: GroupKey, numbered: Numbered) -> None:
         lost = numbers[-1] - numbers[0] + 1 - len(numbers)
         if lost:
             state.notes.append(
-                f"rank {rank} has no record of {lost} collectives of group {key.name!r} between "
+                f"rank {rank} has no record of {lost} collectives of group {key.label} between "
                 "others that it has; taken as done"
             )
 

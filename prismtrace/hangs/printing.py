@@ -36,20 +36,25 @@ def print_hang(report: HangReport) -> None:
     _say(f"dumps: {name_ranks(report.ranks)} of a world of {report.world_size}")
     for group in report.groups[:MOST_LINES]:
         _say(
-            f"group {group.name!r}{f' ({group.desc})' if group.desc else ''}, "
-            f"{name_ranks(group.ranks)}: {_progress(report, group)}"
+            f"group {group.label}{_of_torch(group)}, {name_ranks(group.ranks)}: "
+            f"{_progress(report, group)}"
         )
         if group.pending is not None:
             _print_pending(group.pending)
     if len(report.groups) > MOST_LINES:
         print(f"... and {len(report.groups) - MOST_LINES} more groups (--json lists all)")
     for pending in report.p2p[:MOST_LINES]:
-        _say(f"group {pending.group!r}:")
+        _say(f"group {pending.group}:")
         _print_pending(pending)
     if len(report.p2p) > MOST_LINES:
         print(f"... and {len(report.p2p) - MOST_LINES} more pairs (--json lists all)")
     for note in report.notes:
         _say(f"note: {note}")
+
+
+def _of_torch(group: GroupProgress) -> str:
+    """What torch's own logs call it, if that is something else."""
+    return "" if group.label == group.name else f" ({group.name} in torch's logs)"
 
 
 def _say(text: str) -> None:
@@ -71,7 +76,7 @@ def _number(seq: int | None) -> str:
 
 def _culprit_lines(culprit: Culprit) -> list[str]:
     number = "" if culprit.seq is None else f" #{culprit.seq}"
-    what = f"{culprit.operation}{number} in group {culprit.group!r}"
+    what = f"{culprit.operation}{number} in group {culprit.group}"
     lines = [f"rank {culprit.rank} {_REASONS[culprit.reason]} {what}"]
     if culprit.detail:
         lines.append(f"  {culprit.detail}")

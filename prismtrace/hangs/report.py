@@ -44,7 +44,7 @@ class PendingOperation:
     """An operation that has not ended on every rank; ranks are global ranks."""
 
     group: str
-    """Name of its process group."""
+    """Its process group, as traces call it: by name, or description and ranks."""
     seq: int | None
     """Its number in the group, as the recorder of a member counts."""
     operation: str
@@ -80,8 +80,10 @@ class PendingOperation:
 class GroupProgress:
     """How far a process group has come, in numbers of its collectives."""
 
+    label: str
+    """As traces call the group: by name, or description and ranks."""
     name: str
-    """As torch calls the group."""
+    """As torch calls it, in its logs, too."""
     desc: str
     """What the program calls it; empty if it does not."""
     ranks: tuple[int, ...]
@@ -104,7 +106,7 @@ class Culprit:
     reason: Reason
     """Why it is held to be at fault."""
     group: str
-    """Name of the group of the operation that waits for it."""
+    """The group of the operation that waits for it, as traces call it."""
     seq: int | None
     """Number of that operation in its group."""
     operation: str

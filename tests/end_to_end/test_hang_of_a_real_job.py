@@ -69,3 +69,5 @@ def test_the_rank_that_left_out_a_call_is_named(tmp_path, run_command):
     assert "train.py:14 in <module>" in culprit["last_site"]
     text = run_command("prismtrace", "hang", "dumps").stdout
     assert text.startswith("hang: rank 2 (not-enqueued)")
+    assert " in group [1-2]\n" in text
+    assert "\ngroup default_pg [0-2] (0 in torch's logs), ranks 0-2: " in text

@@ -379,7 +379,7 @@ def test_the_command_names_the_culprit_first(tmp_path):
     assert "  waited for by rank 2" in lines
     assert "    at train.py:31 in train_step: rank 2" in lines
     assert "dumps: ranks 0-2 of a world of 4" in lines
-    assert "group 'tp1' (desc tp1), ranks 2-3: enqueued by all with a dump: #1, " in done.stdout
+    assert "group tp1, ranks 2-3: enqueued by all with a dump: #1, " in done.stdout
     assert "completed by all with a dump: none" in done.stdout
     done = CliRunner().invoke(cli.app, ["hang", str(tmp_path / "dumps"), "--json"])
     report = json.loads(done.stdout)
