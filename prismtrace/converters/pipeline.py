@@ -40,7 +40,7 @@ from prismtrace.errors import (
     ValidationError,
 )
 from prismtrace.output import refuse_inputs, utf8_text
-from prismtrace.ranks import MOST_RANKS
+from prismtrace.ranks import MOST_RANKS, name_ranks
 from prismtrace.schema import ClockDomain, ProcessGroup, TraceHeader, TraceKind
 from prismtrace.trace import write_nodes
 
@@ -293,10 +293,17 @@ def _world_size(traces: Sequence[RankTrace], groups: Iterable[Sequence[int]]) ->
             )
         if highest >= size:
             worst = next(trace for trace in traces if trace.rank == highest)
+            same = [trace.rank for trace in traces if trace.path == worst.path]
+            hint = "ranks count from 0; correct it with --rank FILE=N"
+            if len(same) > 1:
+                hint = (
+                    f"the file holds {len(same)} processes, taken for {name_ranks(sorted(same))}: --rank "
+                    "FILE=N is the rank of its first; name them one by one with --rank-of-pid PID=N"
+                )
             raise RankError(
-                f"rank {highest} is outside the world of {size} ranks",
+                f"rank {highest} is outside the world of {size} ranks, which the file tells",
                 where=str(worst.path),
-                hint="ranks count from 0; correct it with --rank FILE=N",
+                hint=hint,
             )
         return size
     if highest >= MOST_RANKS:

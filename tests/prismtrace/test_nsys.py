@@ -674,3 +674,15 @@ def test_the_command(tmp_path: Path, run_command: Any) -> None:
     wrong = run_command(*words, "31")
     assert wrong.returncode == 2
     assert "'31' is not [FILE:]PID=N" in wrong.stderr
+
+
+def test_a_rank_for_a_file_of_several_processes_says_what_it_means(
+    data_dir: Path, tmp_path: Path
+) -> None:
+    path = data_dir / "nsys/mfu_2gpu_before.sqlite"
+    with pytest.raises(RankError, match="rank 9 is outside the world of 2 ranks") as caught:
+        convert(path, tmp_path / "out.parquet", ranks={path.name: 8})
+    assert "holds 2 processes, taken for ranks 8-9: --rank FILE=N is the rank of its first" in str(
+        caught.value.hint
+    )
+    assert "--rank-of-pid" in str(caught.value.hint)
