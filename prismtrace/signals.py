@@ -2,8 +2,8 @@
 
 KeyboardInterrupt may be lost, and the command would go on as if nothing had been asked of it: while
 an extension module imports others, as it may drop errors that it does not expect, or take them for
-a missing module; in finalizers, and in what compiled code calls. While a process is started, that
-process would be lost. So it waits until that is over.
+a missing module; in finalizers, and in what compiled code calls, such as Pydantic's while it makes
+a validator. While a process is started, that process would be lost. So it waits until that is over.
 
 Imports by Python code are interrupted: on a busy machine those of torch take half a minute. Should
 one of them drop the error nevertheless, it is raised again.
@@ -38,6 +38,7 @@ _IMPORT_NAME = opmap["IMPORT_NAME"]
 _DEAF_NAMES = ("__del__", "fork", "_execute_child")
 _POLARS = f"{os.sep}polars{os.sep}"
 _LAZY = f"{_POLARS}lazyframe{os.sep}"
+_PYDANTIC = f"{os.sep}pydantic{os.sep}"
 _LOOK_S = 0.01
 _ONE_REQUEST_S = 0.5
 """`timeout` and terminals send Ctrl-C to a process and to its group: what comes twice is one."""
@@ -155,6 +156,8 @@ def _is_deaf(frame: FrameType | None) -> bool:
     if frame is not None and _POLARS in (name := frame.f_code.co_filename):
         # Rust has called it, and would panic; but whoever collects a lazy frame may be stopped.
         return _LAZY not in name
+    if frame is not None and _PYDANTIC in frame.f_code.co_filename:
+        return True  # what it compiles drops errors of types that it looks at
     if frame is not None and _is_importlib(frame):
         return True  # it may hold a lock; what it imports does not
     return any(

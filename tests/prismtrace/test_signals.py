@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import FunctionType
 
+import pydantic.plugin._schema_validator
 import pytest
 
 from prismtrace.signals import stop_signals
@@ -155,6 +157,23 @@ def test_a_finalizer_does_not_swallow_it() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run()
+
+
+def test_a_validator_that_is_being_made_does_not_swallow_it() -> None:
+    # Compiled code that Pydantic calls looks types up, and drops whatever that raises.
+    text = f"import os, signal\nos.kill(os.getpid(), {int(signal.SIGINT)})\n"
+    code = compile(text, pydantic.plugin._schema_validator.__file__, "exec")
+    made = []
+
+    def run() -> None:
+        with stop_signals():
+            FunctionType(code, {})()
+            made.append(True)
+            signal.pause()  # until what is due comes
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert made == [True]
 
 
 def test_a_process_that_is_being_started_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
