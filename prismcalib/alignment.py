@@ -342,6 +342,7 @@ def _refuse(
     worst: str | None,
 ) -> None:
     several = len(report.domains) > 1
+    told = "".join(f"{jump}; " for jump in report.jumps[:1])
     other = "--clock align" if report.mode == "keep" else "--clock keep"
     spread = report.end_spread_after
     if several and spread is not None and spread.median_ns > max_residual_ns:
@@ -351,7 +352,7 @@ def _refuse(
             f"ends of the same operation lie {worst}, more than the "
             f"{max_residual_ns / 1e6:.3f} ms allowed",
             where=f"clock={report.mode}",
-            hint="".join(f"{jump}; " for jump in report.jumps[:1])
+            hint=told
             + "operations may be matched wrongly, or ranks of different runs mixed; "
             + ("estimate the clocks with --clock align, or " if report.mode == "keep" else "")
             + f"accept it with --max-residual {_round_up(spread, max_residual_ns)}",
@@ -365,7 +366,9 @@ def _refuse(
             f"{report.inconsistent} of {len(inconsistent)} collectives have a member that ended "
             "before another started, which cannot be",
             where=f"first: {graph.label(row)}",
-            hint="operations are matched wrongly, or ranks of different runs are mixed"
+            hint=f"{told}merge the steps before it or those behind it (prismtrace slice-out)"
+            if told
+            else "operations are matched wrongly, or ranks of different runs are mixed"
             + (f"; if the clocks are wrong, try {other}" if several else ""),
         )
 

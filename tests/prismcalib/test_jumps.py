@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from prismcalib import synth
 from prismcalib.clocks import fit_offsets
 from prismcalib.drift import fit_drift
+from prismcalib.errors import ClockError
 from prismcalib.jumps import find_jumps
 from prismcalib.merging import merge
 from prismcalib.relations import Relations
@@ -131,3 +132,17 @@ def test_merge_tells_of_it(size_ns):
     assert abs(jump.size_ns - size_ns) < 100_000
     assert jump.after_ns - abs(size_ns) < middle < jump.before_ns + abs(size_ns)
     assert ("forward" if size_ns > 0 else "back") in str(jump)
+
+
+@pytest.mark.parametrize("size_ns", [1_000_000, -1_000_000, 5 * 10**9])
+def test_a_merge_that_is_refused_names_it(make_run, size_ns):
+    run = make_run(steps=30, noise_ns=5_000).trace
+    late = (pl.col("rank") == 1) & (pl.col("index") >= 75)
+    nodes = run.nodes.with_columns(
+        start_ns=pl.col("start_ns") + pl.when(late).then(size_ns).otherwise(0)
+    )
+    with pytest.raises(ClockError, match="ended before another started") as caught:
+        merge(replace(run, nodes=nodes))
+    way = "forward" if size_ns > 0 else "back"
+    assert caught.value.hint.startswith(f"the clock of ranks 1 seems to have been set {way} by ")
+    assert "slice-out" in caught.value.hint
