@@ -308,7 +308,8 @@ def slow_groups(nodes: Tables, header: TraceHeader, actual: Int64Array) -> Itera
     )
     steps = classes.join(medians, on="code", maintain_order="left")
     steps = steps.with_columns(
-        relative=pl.col("duration") / pl.col("duration").median().over(*like, "step")
+        relative=pl.col("duration")
+        / pl.col("duration").median().clip(lower_bound=1).over(*like, "step")
     )
     slow = (
         steps.group_by(*like, "group")

@@ -449,3 +449,15 @@ def test_command(run_command, tmp_path):
 def test_exported():
     assert prismcalib.find_stragglers is find_stragglers
     assert Cause("k", "w", 0.1, "if", "e", "a").as_dict()["saves"] == 0.1
+
+
+def test_operations_without_time_accuse_nobody(make_run):
+    run = make_run(steps=3).trace
+    still = run.collect().with_columns(start_ns=pl.lit(0, pl.Int64), dur_ns=pl.lit(0, pl.Int64))
+    found = find_stragglers(merge(Trace(run.header, still.lazy())).trace)
+    assert found.causes == ()
+    # Where those of one group take none, the others are no infinite time slower.
+    merged = merge(run).trace
+    none = pl.when(pl.col("group") != 1).then(pl.col("transfer_ns")).otherwise(0)
+    some = merged.nodes.with_columns(transfer_ns=none)
+    json.dumps(find_stragglers(Trace(merged.header, some)).as_dict(), allow_nan=False)
