@@ -36,11 +36,13 @@ def group_labels(groups: Iterable[ProcessGroup]) -> dict[int, str]:
         else _with_ranks(group.name, group.desc, group.ranks)
         for group in groups
     }
-    alike = Counter(labels.values())
-    return {
-        number: label if alike[label] == 1 else f"{label} (id {number})"
-        for number, label in labels.items()
-    }
+    # A name that says something may be what others are called, with their id even.
+    while twice := {label for label, often in Counter(labels.values()).items() if often > 1}:
+        labels = {
+            number: f"{label} (id {number})" if label in twice else label
+            for number, label in labels.items()
+        }
+    return labels
 
 
 def group_label(name: str, desc: str, ranks: Sequence[int]) -> str:

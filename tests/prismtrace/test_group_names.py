@@ -66,3 +66,19 @@ def test_many_scattered_ranks_are_counted() -> None:
 )
 def test_families(name: str, desc: str, family: str) -> None:
     assert group_family(_group(1, name, (0, 1), desc)) == family
+
+
+def test_a_name_may_look_like_what_others_are_called() -> None:
+    groups = [
+        _group(0, "0", (0, 1, 2, 3)),
+        _group(1, "1", (0, 1, 2, 3)),
+        _group(2, "[x] (id 2)", (0, 1)),
+        _group(3, "all of [0-3] (id 0)", (0, 1)),
+        _group(4, "mesh [0-3] (id 0)", (0, 1)),
+        _group(5, "mesh [0-3] (id 0) (id 0)", (0, 1)),
+    ]
+    groups[:2] = [_group(number, str(number), (0, 1, 2, 3), "mesh") for number in (0, 1)]
+    labels = group_labels(groups)
+    assert len(set(labels.values())) == len(groups)
+    assert labels[1] == "mesh [0-3] (id 1)"
+    assert labels[3] == "all of [0-3] (id 0)"
