@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from prismcalib.steps_option import StepsOption, print_steps
-from prismtrace.console import print_json, progress
+from prismtrace.console import print_json, printable, progress
 
 __all__ = ["report"]
 
@@ -53,8 +53,10 @@ def report(
         print_json(summary.as_dict())
         return
     print_steps(summary.looked_at)
-    print(summary.conclusion.headline)
+    print(printable(summary.conclusion.headline))
     for note in summary.conclusion.notes:
-        print(f"  {note}")
+        print(f"  {printable(note)}")
     if output is not None:
-        print(f"{output}: {output.stat().st_size / 1e6:.1f} MB; open it in any browser")
+        print(
+            f"{printable(str(output))}: {output.stat().st_size / 1e6:.1f} MB; open it in any browser"
+        )

@@ -15,9 +15,11 @@ import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from prismcalib import synth
 from prismcalib.blocks import Layout
+from prismcalib.cli import app
 from prismcalib.computing import others_median
 from prismcalib.errors import MergeInputError
 from prismcalib.extent import extent_of
@@ -577,3 +579,17 @@ def test_an_operation_log_whose_communications_lack_partners(data_dir, tmp_path)
     assert summary.traffic["wait_share"].is_not_nan().all()
     assert json.dumps(summary.as_dict(), allow_nan=False)
     assert "before the critical path" in summary.conclusion.headline
+
+
+def test_the_command_prints_names_as_they_can_be_shown(tmp_path):
+    run = synth.generate(synth.JobSpec(pp=1, tp=2, dp=2, mean_ns={"tp all_reduce": 9 * 10**6}))
+    groups = tuple(
+        group.model_copy(update={"name": f"\x1b[31m{group.name}"}) for group in run.header.groups
+    )
+    named = replace(run, header=run.header.model_copy(update={"groups": groups}))
+    merge(named).write(tmp_path / "run.parquet")
+    words = ["report", str(tmp_path / "run.parquet"), "-o", str(tmp_path / "page\x1b.html")]
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code == 0, shown.output
+    assert "\\x1b[31mtp" in shown.output
+    assert "\x1b" not in shown.output
