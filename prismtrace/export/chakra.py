@@ -32,6 +32,7 @@ from prismtrace.blocks import rank_blocks
 from prismtrace.converters.chakra.kinds import COLLECTIVES
 from prismtrace.converters.chakra.messages import message_class
 from prismtrace.converters.chakra.nodes import NodeType
+from prismtrace.errors import ValidationError
 from prismtrace.output import atomic_folder
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import Kind, ProcessGroup, TraceHeader
@@ -66,6 +67,7 @@ def export_chakra(
 
     Raises:
         OutputError: see `atomic_folder`.
+        ValidationError: a communication is of a group that the header does not list.
     """
     with atomic_folder(path) as folder:
         base_ns = trace.nodes.select(pl.col("start_ns").min()).collect(engine="streaming").item()
@@ -167,7 +169,7 @@ class _Writer:
             "is_cpu_op": False,
             "kind": str(kind) if local and kind is not Kind.COMPUTE else None,
             "comm_type": comm_type,
-            "pg_name": None if local else self.names[row["group"]],
+            "pg_name": None if local else self._group_name(row),
             "stream": row["stream"],
             "tensor_size" if kind is Kind.MEMCPY else "comm_size": row["bytes"],
             "root": None if local else self._root(kind, row),
@@ -189,6 +191,15 @@ class _Writer:
         parts += [self._attribute(name, value) for name, value in said.items() if value is not None]
         # Messages written one after the other are one message of the fields of all.
         return b"".join(parts)
+
+    def _group_name(self, row: dict[str, Any]) -> str:
+        if row["group"] not in self.names:
+            raise ValidationError(
+                f"a communication names a group of id {row['group']}, which the header does not list",
+                where=f"rank={row['rank']} index={row['index']}",
+                hint="run `prismtrace validate` on the trace: it lists every rule that is broken",
+            )
+        return self.names[row["group"]]
 
     def _root(self, kind: Kind, row: dict[str, Any]) -> int | None:
         """Group rank of the root of a rooted collective."""

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from prismtrace import cli
 from prismtrace.converters.chakra.frames import read_frames
 from prismtrace.converters.chakra.messages import message_class
-from prismtrace.errors import OutputError
+from prismtrace.errors import OutputError, ValidationError
 from prismtrace.exporting import export
 from prismtrace.schema import ClockDomain, ProcessGroup
 from prismtrace.trace import Trace, write
@@ -234,3 +234,10 @@ def test_the_command_says_what_was_lost(tmp_path):
     assert done.exit_code == 0
     assert "rounded-times" in done.stdout
     assert "(2 files, " in done.stdout
+
+
+def test_a_group_that_the_header_does_not_list_is_named(tmp_path):
+    rows = [{"rank": rank, "kind": "all_reduce", "group": 7, "seq": 0} for rank in (0, 1)]
+    with pytest.raises(ValidationError, match="a group of id 7, which the header does not list"):
+        export(build_trace(*rows, kind="bare"), tmp_path / "job", to="chakra")
+    assert not list(tmp_path.iterdir())
