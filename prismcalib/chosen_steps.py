@@ -32,8 +32,9 @@ from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.propagation import Timing, critical_arrays, propagate, slack
 from prismcalib.stall import require_members
 from prismcalib.step_times import STEP_BEGINS, begun_before
+from prismtrace.console import counted
 from prismtrace.cutting import cut_out, slice_out
-from prismtrace.errors import StepError
+from prismtrace.errors import OutputError, StepError
 from prismtrace.ranks import format_ranks
 from prismtrace.schema import TraceHeader
 from prismtrace.trace import Trace, node_ids, open_trace
@@ -51,7 +52,7 @@ __all__ = [
 WHOLE_INDEX = "x_whole_index"
 """Column of steps that were cut out of a trace: the row's index there, by which people know it."""
 
-_STEPS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+_STEPS = re.compile(r"(\d{1,10})(?:-(\d{1,10}))?")
 _WALK_BYTES = 40
 
 
@@ -66,6 +67,7 @@ class ChosenSteps:
         after: numbers of those left out behind them.
         after_ns: from the end of the steps looked at to the last end in the trace.
         outside: how many rows in no step were left out.
+        between: how many of them start between the first start and the last end of the steps.
         unasked: whether they were left out by default.
     """
 
@@ -75,6 +77,7 @@ class ChosenSteps:
     after: tuple[int, ...] = ()
     after_ns: int = 0
     outside: int = 0
+    between: int = 0
     unasked: bool = False
 
     @property
@@ -91,8 +94,9 @@ class ChosenSteps:
         parts = [
             _part([start, _named(self.before)], self.before_ns),
             _part([_named(self.after) or "what follows"], self.after_ns),
+            f"{counted(self.between, 'operation')} among them in no step" if self.between else "",
         ]
-        left = ", ".join(filter(None, parts)) or "what lies between"
+        left = ", ".join(filter(None, parts)) or "what lies outside of steps"
         asked = "; `--steps all` looks at everything" if self.unasked else ""
         return f"looking at {_named(self.steps)}; left out: {left}{asked}"
 
@@ -104,6 +108,7 @@ class ChosenSteps:
             "left_out_before_ns": self.before_ns,
             "left_out_after": list(self.after),
             "left_out_after_ns": self.after_ns,
+            "left_out_among_them": self.between,
             "left_out_by_default": self.unasked,
         }
 
@@ -155,6 +160,7 @@ def chosen_steps(
 
     Raises:
         StepError: not in the trace, or not as above.
+        OutputError: the temporary file cannot be written.
         MissingMemberError: with `marks`, the trace lacks ranks that others communicate with.
         TooLargeError: the path of the steps would not fit into memory.
     """
@@ -174,7 +180,14 @@ def chosen_steps(
         return
     with TemporaryDirectory(prefix="prismcalib-steps-") as folder:
         file = Path(folder) / "steps.parquet"
-        slice_out(whole, file, steps=wanted)
+        try:
+            slice_out(whole, file, steps=wanted)
+        except OutputError as error:
+            raise OutputError(
+                f"the steps of a trace this large take a temporary file: {error.message}",
+                where=error.where,
+                hint="free some space, or name a folder on another disk: TMPDIR=FOLDER",
+            ) from error
         cut = replace(open_trace(file), paths=trace.paths)
         yield _with_path(_noted(cut, begin_ns, **{BY_BLOCKS: True})), left
 
@@ -227,16 +240,27 @@ def _left_out(
     behind = tuple(number for number in trace.header.steps if number > wanted[-1])
     before = tuple(number for number in trace.header.steps if number < wanted[0])
     ended = ahead.select(pl.col("end").max()).item()
+    outside = int(bounds.filter(step.is_null())["rows"].sum())
     left = ChosenSteps(
         steps=wanted,
         before=before,
         before_ns=_between(begin, kept["begin"].min() if ended is None else ended),
         after=behind,
         after_ns=_between(kept["end"].max(), last),
-        outside=int(bounds.filter(step.is_null())["rows"].sum()),
+        outside=outside,
+        between=_between_steps(trace, kept) if outside else 0,
         unasked=unasked,
     )
     return left, ended
+
+
+def _between_steps(trace: Trace, kept: pl.DataFrame) -> int:
+    """How many rows in no step start while the steps last, whose `begin` and `end` are given."""
+    if not kept.height:
+        return 0
+    start = pl.col("start_ns")
+    inside = pl.col("step").is_null() & (start >= kept["begin"].min()) & (start < kept["end"].max())
+    return int(trace.nodes.select(inside.sum()).collect(engine="streaming").item())
 
 
 def _between(begin: Any, end: Any) -> int:

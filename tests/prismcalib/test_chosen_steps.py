@@ -19,7 +19,8 @@ from prismcalib.errors import MergeInputError, MissingMemberError, PredicateErro
 from prismcalib.propagation import propagate
 from prismcalib.report import describe_run, write_report
 from prismcalib.whatif import what_if
-from prismtrace.errors import StepError
+from prismtrace.errors import OutputError, StepError
+from tests.full_disks import room_for
 
 GB = 10**9
 
@@ -285,3 +286,32 @@ def test_the_commands(started, tmp_path):
     assert done.stdout.splitlines()[0].startswith("A: looking at steps 1-3; ")
     assert call("predict", path, "--steps", "1,3").exit_code == 2
     assert "counts from the end of the step before" in call("predict", path, "--steps", "3").stdout
+
+
+def test_steps_may_have_any_number_that_a_trace_can_hold(started):
+    far = 2**31 - 5
+    nodes = started.nodes.with_columns(step=pl.col("step") + far)
+    moved = with_header(replace(started, nodes=nodes), steps=tuple(far + n for n in range(4)))
+    assert looked_at(moved, f"{far + 1}-{far + 2}")[1].steps == (far + 1, far + 2)
+
+
+def test_operations_in_no_step_are_told_where_they_lie_among_the_steps(started):
+    assert looked_at(started)[1].between == 0
+    gone = pl.when(pl.col("step") != 2).then(pl.col("step"))
+    nodes = started.collect().with_columns(step=gone).lazy()
+    holed = with_header(replace(started, nodes=nodes), steps=(0, 1, 3))
+    found = looked_at(holed)[1]
+    lost = started.collect().filter(step=2).height
+    assert found.between == lost
+    assert f", {lost} operations among them in no step; `--steps all`" in found.sentence
+    assert found.as_dict()["left_out_among_them"] == lost
+
+
+def test_a_disk_without_room_for_the_steps_is_told(started, tmp_path, monkeypatch):
+    monkeypatch.setattr("prismcalib.blocks.LARGE_ROWS", 0)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with room_for(2_000), pytest.raises(OutputError, match="take a temporary file") as caught:
+        looked_at(started, "1-2")
+    assert "TMPDIR=FOLDER" in caught.value.hint
+    assert caught.value.where.startswith(str(tmp_path))
+    assert not list(tmp_path.iterdir())
