@@ -70,7 +70,8 @@ def convert(
         typer.Option(
             metavar="FILE=N",
             help="Rank of a file that does not say it, e.g. --rank last.json.gz=7 (repeatable);"
-            " with a single input just the number.",
+            " with a single input just the number. Where files have the same name, more of the path:"
+            " --rank b/last.json.gz=7.",
         ),
     ] = None,
     rank_of_pid: Annotated[

@@ -23,7 +23,7 @@ from prismtrace.converters.content import read_blocks
 from prismtrace.errors import InputFileError, OutputError, PrismError
 from prismtrace.output import output_error
 
-__all__ = ["is_archive", "members_of", "name_of", "naming_members"]
+__all__ = ["is_archive", "is_called", "members_of", "name_of", "naming_members"]
 
 _MAGIC_AT = 257
 _unpacked: dict[str, str] = {}
@@ -79,6 +79,14 @@ def members_of(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
 def name_of(path: Path) -> str:
     """What a file is called: of an archive's member ``ARCHIVE!MEMBER``."""
     return _renamed(str(path))
+
+
+def is_called(path: Path, words: str) -> bool:
+    """Whether that names a file: its path or ``ARCHIVE!MEMBER``, or how they end, in whole names."""
+    return any(
+        called == words or called.endswith((f"{os.sep}{words}", f"!{words}"))
+        for called in (str(path), name_of(path))
+    )
 
 
 @contextmanager

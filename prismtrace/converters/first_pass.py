@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prismtrace import __version__
+from prismtrace.converters.archives import is_called
 from prismtrace.converters.files import convert_file
 from prismtrace.converters.kept import load_part, make_part, part_key
 from prismtrace.converters.rank_trace import RankOptions, RankTrace
@@ -102,7 +103,7 @@ def require_processes(traces: Sequence[RankTrace], options: RankOptions) -> None
         file, _, number = process.rpartition(":")
         if not any(
             (trace.rank, str(trace.pid)) == (rank, number)
-            and file in ("", trace.path.name, str(trace.path))
+            and (not file or is_called(trace.path, file))
             for trace in traces
         ):
             raise RankError(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from prismtrace.converters.archives import is_archive, members_of, name_of
+from prismtrace.converters.archives import is_archive, is_called, members_of, name_of
 from prismtrace.converters.sniff import is_dump, is_foreign_json, is_operation_level
 from prismtrace.errors import InputFileError, RankError
 from prismtrace.input_files import PathLike, files_of, require_readable, unreadable
@@ -103,6 +103,7 @@ def _traces_among(item: PathLike, found: Sequence[Path], skipped: list[Path]) ->
 
 
 _SHOWN = 4  # names
+_LISTED = 8  # names to choose from
 
 
 def _is_told_by_content(path: Path) -> bool:
@@ -113,22 +114,35 @@ def _is_told_by_content(path: Path) -> bool:
 
 
 def given_ranks(paths: Sequence[Path], ranks: Mapping[str, int]) -> dict[Path, int]:
-    """Ranks by path, from ranks by file name or path (of a member ``ARCHIVE!MEMBER``).
+    """Ranks by path, from ranks by path (of a member ``ARCHIVE!MEMBER``) or how that ends.
+
+    A whole path is that file's, even if others end so.
 
     Raises:
-        RankError: a name is that of no input or of several.
+        RankError: a name is that of no input or of several, or two are of the same one.
     """
     given: dict[Path, int] = {}
     for key, rank in ranks.items():
-        fitting = [path for path in paths if key in (path.name, str(path), name_of(path))]
+        whole = [path for path in paths if key in (str(path), name_of(path))]
+        fitting = whole or [path for path in paths if is_called(path, key)]
         if len(fitting) != 1:
             raise RankError(
                 f"{key}={rank} names {'no' if not fitting else 'more than one'} input file",
                 where=f"--rank {key}={rank}",
-                hint=f"inputs: {', '.join(path.name for path in paths[:8])}",
+                hint=f"{'it may be' if fitting else 'inputs'}: {_names_of(fitting or paths)}",
             )
-        given[fitting[0]] = rank
+        if given.setdefault(fitting[0], rank) != rank:
+            raise RankError(
+                f"{name_of(fitting[0])} is given two ranks, {given[fitting[0]]} and {rank}",
+                where=f"--rank {key}={rank}",
+                hint="name each file once",
+            )
     return given
+
+
+def _names_of(paths: Sequence[Path]) -> str:
+    more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
+    return ", ".join(map(name_of, paths[:_LISTED])) + more
 
 
 def rank_in_name(path: Path) -> int | None:

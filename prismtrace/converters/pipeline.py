@@ -141,8 +141,8 @@ def convert(
             groups and sizes that these do not; alone they become a bare trace. So do dumps of the
             flight recorder, which tell the groups of collectives.
         output: the Parquet file to write.
-        ranks: file name or path -> rank, for files that do not tell; of an Nsight Systems export
-            with several processes the rank of the first.
+        ranks: file name, path or its end -> rank, for files that do not tell; of an Nsight Systems
+            export with several processes the rank of the first.
         rank_of_pid: ``PID`` or ``FILE:PID`` -> rank, for such exports; processes that are not
             named are left out.
         grain: ``communication`` (what a stream computes between communications is one span)

@@ -149,6 +149,49 @@ def test_a_recorded_archive(data_dir, tmp_path):
     assert (trace.header.kind, report.world_size, report.matched) == ("bare", 2, {"alone": 10})
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("a/run.et", "run.b"),
+        ("job.tgz!a/run.et", "run.b"),
+        ("job/a/run.et", "a.b/run.b"),
+    ],
+)
+def test_a_member_is_named_by_the_end_of_its_path(tmp_path, names):
+    first, second = names
+    members = {"a/run.et": TRACE, "a.b/run.b.et": TRACE}
+    if first.startswith("job/"):
+        members = {f"job/{name}": trace for name, trace in members.items()}
+    path = archive(tmp_path / "job.tgz", members)
+    _, report = run(tmp_path, path, ranks={first: 1, f"{second}.et": 0})
+    assert report.ranks == (0, 1)
+
+
+def test_a_name_of_several_members_lists_them(tmp_path):
+    path = archive(tmp_path / "job.tgz", {f"{folder}/run.et": TRACE for folder in ("a", "b", "xa")})
+    a, b, c = (f"{path}!{folder}/run.et" for folder in ("a", "b", "xa"))
+    with pytest.raises(RankError, match=r"^run\.et=1 names more than one input file") as several:
+        run(tmp_path, path, ranks={"run.et": 1})
+    assert several.value.hint == f"it may be: {a}, {b}, {c}"
+    # Half a name is none.
+    with pytest.raises(RankError, match="names no input file") as none:
+        run(tmp_path, path, ranks={"un.et": 1})
+    assert none.value.hint == f"inputs: {a}, {b}, {c}"
+    with pytest.raises(RankError, match="is given two ranks, 1 and 2"):
+        run(tmp_path, path, ranks={"b/run.et": 1, b: 2})
+    _, report = run(tmp_path, path, ranks={"a/run.et": 1, "b/run.et": 0, "xa/run.et": 2})
+    assert report.ranks == (0, 1, 2)
+
+
+def test_a_whole_path_is_one_file_even_if_others_end_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (Path(), Path("a")):
+        folder.mkdir(exist_ok=True)
+        (folder / "run.et").write_bytes(TRACE)
+    _, report = run(tmp_path, ["run.et", "a/run.et"], ranks={"run.et": 1, "a/run.et": 0})
+    assert report.ranks == (0, 1)
+
+
 def test_errors_name_the_archive_and_its_member(tmp_path):
     path = archive(tmp_path / "job.tgz", {"a/run.0.et": TRACE, "b/run.0.et": TRACE})
     names = [f"{path}!{folder}/run.0.et" for folder in "ab"]

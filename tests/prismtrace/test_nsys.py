@@ -517,6 +517,9 @@ def test_ranks_given_by_process(tmp_path: Path) -> None:
     _, report = run(tmp_path, path, rank_of_pid={"31": 0, "a.sqlite:44": 1})
     assert ranks_of(report) == {0: "31", 1: "44"}
     assert report.repairs == {}
+    end = f"{tmp_path.name}/a.sqlite"
+    _, report = run(tmp_path, path, rank_of_pid={f"{end}:31": 0, f"{end}:44": 1})
+    assert ranks_of(report) == {0: "31", 1: "44"}
     _, report = run(tmp_path, path, rank_of_pid={"31": 0})
     assert ranks_of(report) == {0: "31"}
     assert report.repairs == {"dropped-process": 1}

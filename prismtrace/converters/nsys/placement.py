@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
+from prismtrace.converters.archives import is_called
 from prismtrace.converters.inputs import rank_in_name
 from prismtrace.converters.nsys.session import Session
 from prismtrace.converters.rank_trace import RankOptions
@@ -94,7 +95,7 @@ def _named(path: Path, pids: Sequence[int], options: RankOptions) -> dict[int, i
     listed = ", ".join(str(plain_pid(pid)) for pid in pids)
     for key, rank in options.rank_of_pid:
         file, colon, number = key.rpartition(":")
-        if colon and file not in (path.name, str(path)):
+        if colon and not is_called(path, file):
             continue
         fitting = [pid for pid in pids if str(plain_pid(pid)) == number]
         if len(fitting) == 1:
