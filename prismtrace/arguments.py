@@ -47,10 +47,10 @@ def chosen_ranks(text: str, trace: Trace) -> tuple[int, ...]:
 
 def chosen_numbers(text: str, flag: str, what: str) -> tuple[int, ...]:
     """Numbers as in `0-7` or `0,8,16`; wrong usage if there is none."""
-    from prismtrace.ranks import parse_ranks
+    from prismtrace.ranks import MOST_RANKS, parse_numbers
 
     try:
-        chosen = parse_ranks(text)
+        chosen = parse_numbers(text, what, MOST_RANKS if what == "rank" else 2**31)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=flag) from error
     if not chosen:

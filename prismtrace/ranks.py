@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-__all__ = ["MOST_RANKS", "format_ranks", "name_ranks", "parse_ranks"]
+__all__ = ["MOST_RANKS", "format_ranks", "name_ranks", "parse_numbers", "parse_ranks"]
 
 MOST_RANKS = 2**22
 """The largest job that is believed: a larger number is a mistake, and would fill the memory."""
@@ -57,23 +57,35 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: the text is not a list of runs, or a rank is not below MOST_RANKS.
     """
-    ranks: list[int] = []
+    return parse_numbers(text, "rank", MOST_RANKS)
+
+
+def parse_numbers(text: str, what: str, below: int) -> tuple[int, ...]:
+    """As `parse_ranks`, numbers of something else, such as steps, all of them below a limit.
+
+    Raises:
+        ValueError: the text is not a list of runs, a number is not below the limit, or there are
+            as many numbers as ranks can be.
+    """
+    numbers: list[int] = []
     for part in text.split(",") if text.strip() else []:
-        # More digits than any rank has; Python refuses to read thousands of them.
+        # More digits than any number has; Python refuses to read thousands of them.
         match = _RUN.fullmatch(part.strip()) if len(part) < _LONGEST_RUN else None
         if match is None:
             raise ValueError(
-                f"not a list of ranks: {_shortened(text)!r} (expected e.g. '0-7' or '0-56/8')"
+                f"not a list of {what}s: {_shortened(text)!r} (expected e.g. '0-7' or '0-56/8')"
             )
         first = int(match[1])
         last = int(match[2]) if match[2] else first
         stride = int(match[3]) if match[3] else 1
         if last < first or stride < 1:
-            raise ValueError(f"a run of ranks must ascend: {part.strip()!r}")
-        if last >= MOST_RANKS or len(ranks) + (last - first) // stride >= MOST_RANKS:
-            raise ValueError(f"ranks go up to {MOST_RANKS - 1}: {part.strip()!r}")
-        ranks.extend(range(first, last + 1, stride))
-    return tuple(ranks)
+            raise ValueError(f"a run of {what}s must ascend: {part.strip()!r}")
+        if last >= below:
+            raise ValueError(f"{what}s go up to {below - 1}: {part.strip()!r}")
+        if len(numbers) + (last - first) // stride >= MOST_RANKS:
+            raise ValueError(f"more than {MOST_RANKS} {what}s: {part.strip()!r}")
+        numbers.extend(range(first, last + 1, stride))
+    return tuple(numbers)
 
 
 def _shortened(text: str) -> str:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prismtrace.ranks import format_ranks, parse_ranks
+from prismtrace.ranks import format_ranks, parse_numbers, parse_ranks
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,14 @@ def test_thousands_of_groups_fit_into_a_small_header():
 def test_steps_are_written_without_strides():
     assert format_ranks([2, 4, 6, 7, 8], strided=False) == "2,4,6-8"
     assert format_ranks([2, 4, 6, 7, 8]) == "2-6/2,7-8"
+
+
+def test_numbers_of_something_else_are_called_what_they_are():
+    far = 2**31 - 1
+    assert parse_numbers(f"3,{far - 1}-{far}", "step", 2**31) == (3, far - 1, far)
+    with pytest.raises(ValueError, match="not a list of steps: '-1'"):
+        parse_numbers("-1", "step", 2**31)
+    with pytest.raises(ValueError, match=f"steps go up to {far}: "):
+        parse_numbers(str(far + 1), "step", 2**31)
+    with pytest.raises(ValueError, match="more than 4194304 steps"):
+        parse_numbers(f"0-{far}", "step", 2**31)
