@@ -53,12 +53,13 @@ def compare(
     from prismcalib.comparing import compare as compare_runs
     from prismcalib.operations import CLASS_COLUMNS
 
+    by = list(dict.fromkeys(by or CLASS_COLUMNS))
     with progress("comparing"):
-        comparison = compare_runs(a, b, by=by or CLASS_COLUMNS, effects=max(limit, 30), steps=steps)
+        comparison = compare_runs(a, b, by=by, effects=max(limit, 30), steps=steps)
     if json:
         print_json(comparison.as_dict(limit))
     else:
-        _print_comparison(comparison, by or list(CLASS_COLUMNS), _names(a), limit)
+        _print_comparison(comparison, by, _names(a), limit)
 
 
 def _names(trace: Path) -> RankNames:

@@ -200,6 +200,7 @@ def compare(
         MergeInputError: a trace is not calibrated.
         ComparisonError: no class occurs in both, or `by` names something else.
     """
+    by = list(dict.fromkeys(by))  # what is named twice counts once
     if not by or set(by) - {*CLASS_COLUMNS, "rank"}:
         raise ComparisonError(
             f"cannot compare by {', '.join(by) or 'nothing'}",

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import polars as pl
 import pytest
+from typer.testing import CliRunner
 
 from prismcalib import synth
 from prismcalib.cli import app
@@ -228,3 +229,14 @@ def test_of_ranks_that_shared_cores_no_change_is_clear(capsys, tmp_path):
     for command in ("critical-path", "predict", "stragglers", "waits"):
         app([command, str(tmp_path / "shared.parquet")], standalone_mode=False)
         assert capsys.readouterr().out.count(told) == 1
+
+
+def test_a_property_that_is_named_twice_counts_once(tmp_path):
+    trace = merge(synth.generate(synth.JobSpec(pp=1, tp=2, dp=1, steps=2))).trace
+    write(trace, tmp_path / "run.parquet")
+    once, twice = compare(trace, trace, by=["kind"]), compare(trace, trace, by=["kind", "kind"])
+    assert twice.as_dict() == once.as_dict()
+    path = str(tmp_path / "run.parquet")
+    words = ["compare", path, path, "--by", "rank", "--by", "rank"]
+    named = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert named.output == CliRunner().invoke(app, words[:-2]).output
