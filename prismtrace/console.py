@@ -198,6 +198,7 @@ def table(
         for i in range(len(columns))
     ]
     cells = [[_text(value) for value in row] for row in raw]
+    columns = [printable(column) for column in columns]
     if sys.stdout.isatty():
         _print_rich_table(title, columns, cells, right)
     else:
@@ -211,7 +212,7 @@ def row_or_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> No
 
     Long values go on below. A pipe counts as 100 characters wide, unless COLUMNS says more.
     """
-    kept = list(rows)
+    kept, columns = list(rows), [printable(column) for column in columns]
     cells = [_text(value) for value in kept[0]] if len(kept) == 1 else []
     width = shutil.get_terminal_size((_PIPE_WIDTH, 0)).columns
     if sum(map(max, map(len, columns), map(len, cells))) + 2 * len(cells) <= width:

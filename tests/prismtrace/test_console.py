@@ -255,3 +255,12 @@ def test_print_json_refuses_what_is_not_json():
 def test_print_error_without_place_or_hint(capsys):
     console.print_error(InputFileError("empty"))
     assert capsys.readouterr().err == "error: empty\n"
+
+
+def test_heads_of_tables_are_printable_too(capsys):
+    console.table("", ["a\x1b[31m", "b"], [(1, 2)])
+    console.row_or_table(["\x07" + "long" * 40], [("x",)])
+    shown = capsys.readouterr().out
+    assert "a\\x1b[31m" in shown
+    assert "\\x07long" in shown
+    assert not {"\x1b", "\x07"} & set(shown)
