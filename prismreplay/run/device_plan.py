@@ -16,12 +16,13 @@ plan alone. Ranks tell each other only when their own operations arrive and are 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from prismreplay.plan import OpKey, Plan, PlannedWorld
 from prismreplay.plugin.advance_code import Code, Slot
 from prismreplay.run.device_codes import AHEAD, PlaceCodes
+from prismtrace.group_names import group_labels
 
 __all__ = ["DevicePlan", "Program"]
 
@@ -36,22 +37,23 @@ class Program:
         round_: in which repetition of the last step it runs.
         transfer_ns: from when all are there to the end.
         keys: of the operations that are launched as one.
+        groups: what messages call their groups, by id.
     """
 
     code: Code
     round_: int = 0
     transfer_ns: int = 0
     keys: tuple[OpKey, ...] = ()
+    groups: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
         """Names the operation in messages."""
-        return " and ".join(map(_label, self.keys))
+        return " and ".join(map(self._label, self.keys))
 
-
-def _label(key: OpKey) -> str:
-    label = f"group={key.group} seq={key.seq}"
-    return label if key.sender < 0 else f"{label} {key.sender}>{key.receiver}"
+    def _label(self, key: OpKey) -> str:
+        label = f"group={self.groups.get(key.group, key.group)} seq={key.seq}"
+        return label if key.sender < 0 else f"{label} {key.sender}>{key.receiver}"
 
 
 class DevicePlan:
@@ -74,11 +76,12 @@ class DevicePlan:
         self._codes = PlaceCodes(plan.boundary, members, plan.repeat, rank, ahead=ahead)
         self.layout = self._codes.layout
         self._names = PlannedWorld(plan)
+        self._groups = group_labels(plan.groups)
         # For messages. A forked process must not touch what polars has.
         self._at: dict[int, list[str]] = {}
         columns = plan.operations.select("vertex", "rank", "kind", "group", "seq")
         for vertex, member, kind, group, seq in columns.iter_rows():
-            name = f"rank {member}'s {kind} [group={group} seq={seq}]"
+            name = f"rank {member}'s {kind} [group={self._groups.get(group, group)} seq={seq}]"
             self._at.setdefault(vertex, []).append(name)
         self._after: set[OpKey] = set()
         self._round = 0
@@ -114,14 +117,14 @@ class DevicePlan:
         if otherwise is None:
             self._go_on(round_)
             code = self._codes.code(known, round_, queue)
-            return Program(code, round_, known.transfer_ns, (key,))
+            return Program(code, round_, known.transfer_ns, (key,), self._groups)
         other, later = self._names.located(otherwise[0], self.rank, otherwise[1])
         self._go_on(later)
         code = self._codes.doubtful(
             known, round_, (other, later), first_time=key not in self._after
         )
         self._after.add(key)
-        return Program(code, later, known.transfer_ns, (key,))
+        return Program(code, later, known.transfer_ns, (key,), self._groups)
 
     def batch(self, keys: Sequence[tuple[OpKey, int | None]], *, queue: Hashable = None) -> Program:
         """What the device does for operations that are launched as one, such as a ring's send and
@@ -139,7 +142,7 @@ class DevicePlan:
         round_ = max(when for _, when in located)
         self._go_on(round_)
         code = self._codes.batch(located, queue)
-        return Program(code, round_, 0, tuple(key for key, _ in keys))
+        return Program(code, round_, 0, tuple(key for key, _ in keys), self._groups)
 
     def _go_on(self, round_: int) -> None:
         if round_ > self._round:

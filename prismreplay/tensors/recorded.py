@@ -19,6 +19,7 @@ from prismreplay.runtime.operations import Call, Op, TensorSpec
 from prismreplay.tensors.recording import INDEX_SCHEMA, digest_of
 from prismreplay.tensors.scope import AGAIN, read_manifest
 from prismtrace.errors import InputFileError, PrismError
+from prismtrace.group_names import group_label
 from prismtrace.input_files import require_readable
 from prismtrace.ranks import format_ranks, parse_ranks
 from prismtrace.reading import read_table
@@ -200,7 +201,11 @@ class RecordedTensors:
         if found is not None:
             return found
         group, seq, src, dst = key
-        what = f"rank={rank} group={group} seq={seq}" + ("" if src is None else f" to={dst}")
+        members = self.groups.get(
+            group
+        )  # of a group in which nothing was recorded nothing is known
+        called = group if members is None else group_label(group.partition("/")[2], "", members)
+        what = f"rank={rank} group={called} seq={seq}" + ("" if src is None else f" to={dst}")
         reason = "" if self.complete else "; the recording was interrupted"
         if self.complete and self.sandbox:
             ranks = format_ranks(tuple(sorted(self.sandbox)))

@@ -136,3 +136,6 @@ def test_what_is_refused(tmp_path):
         Plan.read(tmp_path / "missing.parquet")
     with pytest.raises(PlanError, match=r"no operation \[group=77 seq=0\]"):
         compile_plan(trace, [0]).world().arrived(OpKey(77, 0), 0, 0)
+    group = trace.header.groups[0]
+    with pytest.raises(PlanError, match=rf"no operation \[group={group.name} seq=0\]"):
+        compile_plan(trace, [0]).world().arrived(OpKey(group.id, 0, 6, 7), 0, 0)

@@ -386,7 +386,9 @@ def test_messages_name_what_is_missing():
     target = program.code.items[-1].target
     assert "rank 0's" in mine.describe(target, 3)
     assert "repetition 3" in mine.describe(target, 3)
-    assert str(known[-1].seq) in program.label
+    (called,) = (group.name for group in trace.header.groups if group.id == known[-1].group)
+    assert f"group={called} seq={known[-1].seq}" in program.label
+    assert f"[group={called} seq=" in mine.describe(target, 3)
     with pytest.raises(PlanError, match="no operation"):
         mine.program(OpKey(99, 0), 0)
     with pytest.raises(PlanError, match="before the step that is repeated"):
