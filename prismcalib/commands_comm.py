@@ -177,13 +177,20 @@ def print_costs(report: CostReport) -> None:
         print()
 
 
+_SOURCE_NAMES = {"none": "transfers that nobody knows"}
+
+
 def print_range(found: EstimateRange) -> None:
     """How far a predicted step time may be off because of transfers that were not measured."""
     from prismcalib.durations import format_ns
     from prismtrace.schema import TransferSource
 
     print()
-    rests = ", ".join(f"{name} {share:.1%}" for name, share in found.shares.items())
+    rests = ", ".join(
+        f"{_SOURCE_NAMES.get(name, name)} {share:.1%}"
+        for name, share in found.shares.items()
+        if share
+    )
     if found.low_ns < found.high_ns:
         print(
             f"not all transfers were measured: the step lies between {format_ns(found.low_ns)} and "
@@ -191,7 +198,7 @@ def print_range(found: EstimateRange) -> None:
         )
     else:
         print("not all transfers were measured, and nothing tells how far the step is off")
-    print(f"share of the critical path that rests on estimates: {rests or 'none'}")
+    print(f"share of the critical path that rests on estimates: {rests or '0.0%'}")
     for name, share in found.unknown.items():
         if name == TransferSource.NONE.value:
             print(

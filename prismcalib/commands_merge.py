@@ -263,6 +263,6 @@ def merge(
     if isinstance(result.report, MergeReport):
         print_merge(result.report, result.header, again=result.merged_again)
     else:
-        print_slices(result.report)
+        print_slices(result.report, result.header)
     print()
     announce_output(output)

@@ -163,7 +163,7 @@ def _no_correction(report: MergeReport) -> str:
     return f"all {clocks} clocks agree within {within} (median of the ends); nothing to correct"
 
 
-def print_slices(report: SlicesReport) -> None:
+def print_slices(report: SlicesReport, header: TraceHeader) -> None:
     """What merging slices did."""
     gain = report.step_ns / max(report.before_ns, 1) - 1
     seen = report.executions_seen
@@ -191,7 +191,11 @@ def print_slices(report: SlicesReport) -> None:
     ]
     optional = [
         ("late virtual", report.late_virtual, "transfers dropped: a virtual rank came last"),
-        ("unknown", report.unknown_transfers, "transfers kept as observed, for want of others"),
+        (
+            "unknown",
+            report.unknown_transfers,
+            "transfers as slices saw them, where virtual ranks take no time: nothing else is known",
+        ),
         ("chained", report.chained, "rows released by the end of the step before"),
         ("unmatched", report.unmatched, "communications that wait for nobody"),
         ("resized", report.resized, "all_to_all of another size than in the bare graph"),
@@ -211,6 +215,8 @@ def print_slices(report: SlicesReport) -> None:
         ("", "value", "meaning"),
         lines,
     )
+    for text in doubts(header):
+        print(f"warning: {text}")
     if report.sources.keys() == {TransferSource.NONE.value}:
         print(
             "warning: nothing says what communications take, so they take no time here. Let slices "

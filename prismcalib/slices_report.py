@@ -18,6 +18,7 @@ from prismcalib.propagation import Timing
 from prismcalib.rows import ranks_text
 from prismcalib.step_times import StepTimes
 from prismcalib.waiting import waiting_rows
+from prismtrace.headers import CORE_WAIT
 from prismtrace.schema import ClockDomain, TraceHeader, TraceKind, TransferSource
 
 __all__ = ["SlicesReport", "header_of", "report_of"]
@@ -168,8 +169,10 @@ def header_of(job: Gathering, report: SlicesReport) -> TraceHeader:
     """The header of the result."""
     policies: Counter[str] = Counter()
     sources: set[str] = set()
+    waited = 0.0
     for part in job.campaign.slices:
         for header in part.headers:
+            waited = max(waited, header.extra.get(CORE_WAIT, 0.0))
             policies.update(header.policies)
             sources.update(header.sources)
     if job.campaign.base is not None and job.campaign.kept:
@@ -194,6 +197,10 @@ def header_of(job: Gathering, report: SlicesReport) -> TraceHeader:
             "symmetry": job.campaign.place or None,
             "sources": tuple(sorted(sources)),
             "policies": dict(sorted(policies.items())),
-            "extra": {**first.extra, "merge": {"from": "slices", **report.as_dict()}},
+            "extra": {
+                **first.extra,
+                **({CORE_WAIT: waited} if waited else {}),
+                "merge": {"from": "slices", **report.as_dict()},
+            },
         }
     )

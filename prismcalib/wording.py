@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prismtrace.console import counted
-from prismtrace.headers import SHARED_CORES
+from prismtrace.headers import CORE_WAIT, SHARED_CORES
 from prismtrace.ranks import parse_ranks
 from prismtrace.schema import TraceHeader, TraceKind
 
@@ -108,8 +108,13 @@ def doubts(header: TraceHeader) -> tuple[str, ...]:
 
 
 def shared_cores_text(header: TraceHeader) -> str:
-    """That ranks shared cores when a trace was recorded, and what that does; empty if not."""
-    shared = header.extra.get(SHARED_CORES)
+    """That ranks shared cores when a trace was recorded or sliced, and what that does; empty if not."""
+    shared, waited = header.extra.get(SHARED_CORES), header.extra.get(CORE_WAIT)
+    if waited:
+        return (
+            f"ranks of slices waited for a core, which others had, for up to {percent_text(waited)} of the "
+            "time in which they could compute: durations are longer than on a quiet machine"
+        )
     if not shared:
         return ""
     return (

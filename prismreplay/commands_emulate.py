@@ -211,6 +211,10 @@ def _print(done: Emulation) -> None:
         change = found.predicted_step_ns / max(before, 1) - 1
         predicted += f" with --inject; {format_ns(before)} without ({change:+.1%})"
     rows = [("predicted step time", predicted)]
+    if found.range_ns is not None:
+        without = "" if before is None else " without --inject"
+        text = " and ".join(map(format_ns, found.range_ns))
+        rows.append(("  it lies between", f"{text}{without}: not all transfers were measured"))
     if emulated is not None:
         apart = emulated / max(found.predicted_step_ns, 1) - 1
         rows.append(

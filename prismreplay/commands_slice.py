@@ -220,13 +220,17 @@ def _print(report: SlicingReport, options: SliceOptions) -> None:
         return
     print(f"wrote {len(report.slices)} slices in {report.folder}")
     graph = " ".join(quote(str(path)) for path in report.graph)
-    costs = ""
+    costs, first, table = "", "next: ", options.comm_table
     if report.split_groups:
         costs = f" --ranks-per-host {options.local_world_size or report.world_size}"
-        if options.comm_table is not None:
-            costs += f" --comm-table {quote(str(options.comm_table))}"
+        if table is None and not report.whole_groups:
+            table = Path("table.parquet")
+            print(f"next: prismreplay comm-bench --nproc {report.world_size} -o {table}")
+            first = "then: "
+        if table is not None:
+            costs += f" --comm-table {quote(str(table))}"
     print(
-        f"next: prismcalib merge {folder}/slice-*.parquet --bare {graph}{costs} -o aligned.parquet"
+        f"{first}prismcalib merge {folder}/slice-*.parquet --bare {graph}{costs} -o aligned.parquet"
     )
 
 
@@ -242,10 +246,12 @@ def _warn(report: SlicingReport) -> None:
     if report.split_groups:
         took = "what few ranks take" if report.assistants else "no time yet"
         are, its = ("was", "its") if report.split_groups == 1 else ("were", "their")
+        fill = "merge has a model fill them in (--ranks-per-host), or times that"
+        if not report.whole_groups:
+            fill = "as no group was whole, no model can be fitted to others; give merge times that"
         print(
             f"note: {console.counted(report.split_groups, 'group')} {are} never real as a whole, and "
-            f"{its} transfers take {took}: merge has a model fill them in (--ranks-per-host), or "
-            "times that `prismreplay comm-bench` measured (--comm-table)",
+            f"{its} transfers take {took}: {fill} `prismreplay comm-bench` measured (--comm-table)",
             file=sys.stderr,
         )
     if not report.timing_true:

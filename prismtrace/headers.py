@@ -23,6 +23,7 @@ from prismtrace.ranks import name_ranks
 from prismtrace.schema import FORMAT_VERSION, TraceHeader
 
 __all__ = [
+    "CORE_WAIT",
     "CUT_BEFORE",
     "METADATA_KEY",
     "SHARED_CORES",
@@ -39,6 +40,10 @@ CUT_BEFORE = "cut_before"
 SHARED_CORES = "shared_cores"
 """In `TraceHeader.extra`: of a job on CPUs recorded with fewer cores than ranks, of the host where that was
 worst, how many ranks shared how many cores."""
+
+CORE_WAIT = "core_wait"
+"""In `TraceHeader.extra`: of slices on a busy machine, the share of the time in which their ranks could
+compute that they waited for a core; of a merged trace the largest of its slices."""
 
 METADATA_KEY = "prismtrace"
 """Key of the header in the Parquet file metadata."""

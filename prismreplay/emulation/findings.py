@@ -43,6 +43,8 @@ class Findings:
     Attributes:
         predicted_step_ns: by the calibrated timeline of all ranks, with what was injected.
         uninjected_step_ns: the same without; None if nothing was injected.
+        range_ns: between what the step lies as not all transfers were measured, without what was
+            injected; None where that is not known or plays no part.
         emulated_step_ns: as the sandbox ranks took it, without what the emulator was late; None
             if they made no step.
         measured_step_ns: the same steps by the program's own clock, what the emulator cost included.
@@ -60,6 +62,7 @@ class Findings:
 
     predicted_step_ns: int
     uninjected_step_ns: int | None
+    range_ns: tuple[int, int] | None
     emulated_step_ns: int | None
     measured_step_ns: int | None
     steps: int
@@ -108,10 +111,11 @@ def find(
         .head(_MOST_SHARES)
         .iter_rows()
     ]
-    run = reports["run"]
+    run, doubt = reports["run"], prediction.estimates
     return Findings(
         predicted_step_ns=step_ns,
         uninjected_step_ns=before_ns,
+        range_ns=(doubt.low_ns, doubt.high_ns) if doubt and doubt.low_ns < doubt.high_ns else None,
         path=tuple(kinds),
         ranks_on_path=dict(path.shares("rank").select("rank", "share").iter_rows()),
         basis=path_basis(path),

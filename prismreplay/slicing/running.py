@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from prismreplay.plan import compile_plan
-from prismreplay.run.marks import core_wait
+from prismreplay.run.marks import CORE_WAIT_BOUND, core_wait
 from prismreplay.slicing.completeness import require_whole
 from prismreplay.slicing.cutting import steps_only
 from prismreplay.slicing.fingerprint import KEY
 from prismreplay.slicing.task import SliceOutcome, SliceTask
+from prismtrace.headers import CORE_WAIT
 from prismtrace.schema import LOCAL_KINDS, P2P_KINDS, SliceInfo, TransferSource
 from prismtrace.trace import Trace, node_schema, open_trace, write_nodes
 
@@ -116,12 +117,14 @@ def _finished(task: SliceTask, graph: Trace, raw: Trace, ran: RunOutcome) -> Sli
     rows = raw.nodes.with_columns(_source(mixed, task))
     if task.arrivals is not None:
         rows = _with_planned_transfers(rows, mixed, graph)
+    waited = core_wait(ran.marks)
     header = raw.header.model_copy(
         update={
             "axes": job.header.axes,
             "symmetry": job.header.symmetry,
             "extra": {
                 **raw.header.extra,
+                **({CORE_WAIT: round(waited, 4)} if waited > CORE_WAIT_BOUND else {}),
                 KEY: {
                     "fingerprint": dict(task.fingerprint),
                     "repeat": task.execution.repeat,
@@ -155,7 +158,7 @@ def _finished(task: SliceTask, graph: Trace, raw: Trace, ran: RunOutcome) -> Sli
             sum(one.late_ns for one in summaries),
         ),
         policies=dict(ran.made.policies),
-        core_wait=core_wait(ran.marks),
+        core_wait=waited,
     )
 
 

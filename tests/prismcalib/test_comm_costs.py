@@ -20,6 +20,7 @@ from prismcalib.merging import merge
 from prismcalib.prediction import predict
 from prismcalib.slices import SliceOptions
 from prismcalib.step_times import typical_ns
+from prismtrace.headers import CORE_WAIT
 from prismtrace.schema import P2P_KINDS
 from prismtrace.trace import node_schema, open_trace, read_header, write_nodes
 
@@ -130,12 +131,17 @@ def test_where_nothing_tells_what_communications_take_it_is_said(run, tmp_path, 
     paths = synth.cut_into_slices(run, tmp_path, 1, virtual="none", transfers="given")
     for path in paths:
         distort(path, source="none")
-    report = merge(paths, slices=SliceOptions(ranks_per_host=PER_HOST)).report
-    assert report.sources.keys() == {"none"}
-    print_slices(report)
-    assert "nothing says what communications take" in capsys.readouterr().out
-    print_slices(replace(report, sources={"none": 3, "measured": 1}))
-    assert "nothing says" not in capsys.readouterr().out
+    merged = merge(paths, slices=SliceOptions(ranks_per_host=PER_HOST))
+    assert merged.report.sources.keys() == {"none"}
+    print_slices(merged.report, merged.header)
+    shown = capsys.readouterr().out
+    assert "nothing says what communications take" in shown
+    assert "waited for a core" not in shown
+    known = replace(merged.report, sources={"none": 3, "measured": 1})
+    print_slices(known, merged.header.model_copy(update={"extra": {CORE_WAIT: 0.5}}))
+    shown = capsys.readouterr().out
+    assert "nothing says" not in shown
+    assert "warning: ranks of slices waited for a core, which others had, for up to 50 %" in shown
 
 
 def test_a_ring_outranks_the_model_but_not_the_table(run, tmp_path, true_table, truth):

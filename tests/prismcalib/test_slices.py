@@ -24,7 +24,9 @@ from prismcalib.merging import merge
 from prismcalib.paths import critical_path
 from prismcalib.propagation import propagate
 from prismcalib.slices import SliceOptions
+from prismcalib.wording import doubts
 from prismtrace.errors import FormatVersionError, InputFileError, ValidationError
+from prismtrace.headers import CORE_WAIT
 from prismtrace.schema import INDEX_BITS, ProcessGroup, SliceInfo, TraceHeader
 from prismtrace.trace import METADATA_KEY, node_schema, open_trace, read_header, write_nodes
 
@@ -70,6 +72,14 @@ def at(rank: int, index: int) -> pl.Expr:
 def replaced(name: str, where: pl.Expr, value: object) -> pl.Expr:
     column = pl.when(where).then(pl.lit(value)).otherwise(pl.col(name))
     return column.cast(node_schema()[name]).alias(name)
+
+
+def test_waiting_for_cores_is_told_of_what_was_merged(campaign):
+    assert doubts(merge(slices(campaign)).trace.header) == ()
+    for path, waited in zip(slices(campaign), (0.2, 0.694, 0.0, 0.5), strict=True):
+        change(path, extra={**read_header(path).extra, CORE_WAIT: waited})
+    (told,) = doubts(merge(slices(campaign)).trace.header)
+    assert told.startswith("ranks of slices waited for a core, which others had, for up to 69 % of")
 
 
 # What a merge gives ---------------------------------------------------------------------

@@ -67,6 +67,26 @@ def test_a_sandbox_that_prints_no_loss_is_told(found, silent, tmp_path, capsys):
     assert ("losses, rank 3:        2.5" in printed) != silent
 
 
+def test_how_far_the_prediction_may_be_off_is_told(found, tmp_path, capsys):
+    assert found.range_ns is None  # all transfers are measured
+    between = replace(found, range_ns=(1_000_000, 9_000_000))
+    for one, text in (
+        (between, "1.000 ms and 9.000 ms: not all transfers were measured"),
+        (replace(between, uninjected_step_ns=5), "9.000 ms without --inject: not all transfers"),
+    ):
+        _print(Emulation(tmp_path, (), one))
+        assert text in capsys.readouterr().out
+    _print(Emulation(tmp_path, (), found))
+    assert "it lies between" not in capsys.readouterr().out
+
+
+def test_what_the_programs_clock_counts_is_told(found, tmp_path, capsys):
+    _print(Emulation(tmp_path, (), found))
+    assert "; 950 ns by the program's own clock, which counts the emulator, too)" in (
+        capsys.readouterr().out
+    )
+
+
 def test_doubts_are_told(found):
     assert len(found.warnings) == 2
     assert "shared cores" in found.warnings[0]

@@ -33,6 +33,12 @@ def test_the_next_command_is_told(call):
     assert done.exit_code == 0, done.output
     assert "wrote 2 slices in parts" in done.output
     assert "prismcalib merge parts/slice-*.parquet --bare bare.parquet" in done.output
+    # No group was whole: there is nothing to fit a model to.
+    assert (
+        "as no group was whole, no model can be fitted to others; give merge times" in done.output
+    )
+    assert "next: prismreplay comm-bench --nproc 4 -o table.parquet\nthen: " in done.output
+    assert "--ranks-per-host 4 --comm-table table.parquet -o" in done.output
 
 
 def test_a_slice_that_is_made_again_is_put_into_an_earlier_result(call):
