@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
@@ -22,7 +23,7 @@ _LINES_SECONDS = 30.0
 
 
 class Progress:
-    """What `progress` yields. Without a terminal it prints a line now and then, while it lasts long."""
+    """What `progress` yields. Without a terminal lines are printed now and then, while it lasts long."""
 
     def __init__(
         self,
@@ -30,12 +31,15 @@ class Progress:
         total: int | None = None,
         bar: RichProgress | None = None,
         task: TaskID | None = None,
+        *,
+        lines: bool = False,
     ) -> None:
         self._description = description
         self._total = total
         self._done = 0
         self._bar = bar
         self._task = task
+        self._lines = lines
         self._begun = self._last_line = time.monotonic()
 
     def advance(self, n: int = 1) -> None:
@@ -44,7 +48,8 @@ class Progress:
             self._bar.advance(self._task, n)
         else:
             self._done += n
-            self._print_line()
+            if self._lines:
+                self._print_line()
 
     def describe(self, description: str) -> None:
         """Replace the text in front of the bar."""
@@ -52,7 +57,26 @@ class Progress:
             self._bar.update(self._task, description=description)
         else:
             self._description = description
-            self._print_line()
+            if self._lines:
+                self._print_line()
+
+    @contextlib.contextmanager
+    def by_the_clock(self) -> Iterator[None]:
+        """Print lines while the block runs, though nothing may be told or counted in it."""
+        ended = threading.Event()
+
+        def go_on() -> None:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads them
+                while not ended.wait(_LINES_SECONDS):
+                    self._print_line()
+
+        printing = threading.Thread(target=go_on, name="progress", daemon=True)
+        printing.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            printing.join()
 
     def _print_line(self) -> None:
         now = time.monotonic()
@@ -75,16 +99,18 @@ def progress(
     """Show a progress bar on stderr while the block runs; where it is no terminal, lines.
 
     `total` counts items or bytes (`unit`); None means unknown, shown as a moving bar. A line with
-    the newest description is printed every half a minute, as long as something is told or counted.
-    With `lines`, for what takes minutes, there is also one at the beginning and, unless it fails, at
-    the end.
+    the newest description is printed every half a minute. With `lines`, for what starts ranks, only
+    when something is told or counted, as a thread of ours would be in the way of a fork; there is
+    also one at the beginning and, unless it fails, at the end.
     """
     if not sys.stderr.isatty():
         told = lines and WITHIN not in os.environ
         begun = time.monotonic()
         if told:
             print(f"{description} ...", file=sys.stderr, flush=True)
-        yield Progress(description, total)
+        made = Progress(description, total, lines=lines)
+        with contextlib.nullcontext() if lines else made.by_the_clock():
+            yield made
         if told:
             seconds = time.monotonic() - begun
             print(f"{description}: done in {seconds:.1f} s", file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -169,9 +170,9 @@ def test_progress_is_silent_without_a_terminal(program):
 
 
 def test_what_takes_long_prints_lines_without_a_terminal(capsys, monkeypatch):
-    def work(lines, total=None):
+    def work(total=None):
         monkeypatch.setattr("prismtrace.progress_bar._LINES_SECONDS", 0.0)
-        with console.progress("slicing", total, lines=lines) as bar:
+        with console.progress("slicing", total, lines=True) as bar:
             bar.describe("slicing: slice 0")
             bar.advance(2)
             monkeypatch.setattr("prismtrace.progress_bar._LINES_SECONDS", 1e6)
@@ -182,12 +183,34 @@ def test_what_takes_long_prints_lines_without_a_terminal(capsys, monkeypatch):
         return re.sub(r"[\d.]+ s\b", "0 s", err, flags=re.MULTILINE).splitlines()
 
     now_and_then = ["slicing: slice 0 (0 s)", "slicing: slice 0 (0 s)"]
-    assert work(lines=False) == now_and_then
-    assert work(lines=False, total=8) == [now_and_then[0], "slicing: slice 0 (0 s, 25%)"]
-    assert work(lines=True) == ["slicing ...", *now_and_then, "slicing: done in 0 s"]
+    assert work() == ["slicing ...", *now_and_then, "slicing: done in 0 s"]
     # The command that runs this one says when it begins and ends.
     monkeypatch.setenv("PRISMTRACE_WITHIN", "emulate")
-    assert work(lines=True) == now_and_then
+    assert work() == now_and_then
+    assert work(total=8) == [now_and_then[0], "slicing: slice 0 (0 s, 25%)"]
+
+
+def test_what_tells_nothing_prints_lines_by_the_clock(capsys, monkeypatch):
+    monkeypatch.setattr("prismtrace.progress_bar._LINES_SECONDS", 0.01)
+    err = ""
+
+    def wait_for(line):
+        nonlocal err
+        limit = time.monotonic() + 30
+        while not re.search(line, err) and time.monotonic() < limit:
+            time.sleep(0.01)
+            err += capsys.readouterr().err
+        assert re.search(line, err)
+
+    with console.progress("merging", 8) as bar:
+        wait_for(r"merging \(\d+ s\)\n")
+        bar.advance(2)
+        wait_for(r"merging \(\d+ s, 25%\)\n")
+        bar.describe("writing")
+        wait_for(r"writing \(\d+ s, 25%\)\n")
+    capsys.readouterr()
+    time.sleep(0.05)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_what_fails_is_not_told_as_done(capsys):
