@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -217,6 +218,10 @@ RankList = Annotated[
 """Ranks in order; JSON holds them as text such as ``"0-7"``, or ``"0-56/8"``: every eighth."""
 
 
+StepList = Annotated[tuple[int, ...], AfterValidator(lambda steps: tuple(sorted(set(steps))))]
+"""Numbers of steps, ascending, each once: what follows what is read off their order."""
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -300,7 +305,7 @@ class TraceHeader(_Model):
     """Of a slice: which part of a campaign it is."""
     symmetry: dict[int, int] | None = None
     """Rank -> representative rank, when identical data-parallel replicas are folded."""
-    steps: tuple[int, ...] = ()
+    steps: StepList = ()
     """Numbers of the training steps, as the program counted them."""
     fold_order: str | None = None
     """In which order results of reductions were added up over ranks, where it is known."""

@@ -46,6 +46,7 @@ RULES: dict[str, str] = {
     "rank-not-in-header": "the header lists every rank that has rows",
     "rank-without-rows": "every rank of the header has rows (open all files of the trace)",
     "stream-not-in-header": "the header names every stream",
+    "step-not-in-header": "a header that lists steps lists all that rows have",
     "negative-start": "times are not negative",
     "step-decreasing": "step does not decrease within a rank",
     "overlap": "spans of one rank and stream do not overlap, except within a batch",
@@ -182,7 +183,10 @@ def _check_header(findings: Findings) -> None:
     for rule, column, known in (
         ("rank-not-in-header", "rank", list(header.ranks)),
         ("stream-not-in-header", "stream", list(header.streams)),
+        ("step-not-in-header", "step", list(header.steps)),
     ):
+        if column == "step" and not known:
+            continue  # the steps are not marked
         counts = trace.nodes.group_by(column).len().collect(engine="streaming")
         unknown = counts.filter(~pl.col(column).is_in(known)).sort(column)
         # One row for each rank or stream; that many rows are at fault would say less.

@@ -87,6 +87,14 @@ def test_broken_headers_are_refused(changes, message):
         header(**changes)
 
 
+def test_steps_are_in_order_whatever_wrote_them():
+    text = TraceHeader(kind="bare", world_size=1, ranks=(0,), steps=(2, 0, 1, 2)).model_dump_json()
+    assert TraceHeader.model_validate_json(text).steps == (0, 1, 2)
+    given = text.replace("[0,1,2]", "[2,1,1,0]")
+    assert given != text
+    assert TraceHeader.model_validate_json(given).steps == (0, 1, 2)
+
+
 def test_a_group_lists_a_rank_once():
     with pytest.raises(ValidationError, match="twice"):
         ProcessGroup(id=0, name="tp_0", ranks=[1, 1])

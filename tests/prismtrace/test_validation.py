@@ -57,6 +57,10 @@ CASES = {
         ([{"stream": 5}], {}),
         ([{"stream": 5}], {"streams": {5: "x"}}),
     ),
+    "step-not-in-header": (
+        ([{"step": None}, {"step": 3}, {"step": 4}], {"steps": [3]}),
+        ([{"step": None}, {"step": 3}, {"step": 4}], {"steps": [3, 4, 5]}),
+    ),
     "negative-start": (
         ([span(-1, 1)], {}),
         ([span(0, 1)], {}),
