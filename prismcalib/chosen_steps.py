@@ -67,7 +67,7 @@ class ChosenSteps:
         after: numbers of those left out behind them.
         after_ns: from the end of the steps looked at to the last end in the trace.
         outside: how many rows in no step were left out.
-        between: how many of them start between the first start and the last end of the steps.
+        between: how many of them start among the steps of their rank.
         unasked: whether they were left out by default.
     """
 
@@ -94,7 +94,7 @@ class ChosenSteps:
         parts = [
             _part([start, _named(self.before)], self.before_ns),
             _part([_named(self.after) or "what follows"], self.after_ns),
-            f"{counted(self.between, 'operation')} among them in no step" if self.between else "",
+            f"{counted(self.between, 'operation')} in no step" if self.between else "",
         ]
         left = ", ".join(filter(None, parts)) or "what lies outside of steps"
         asked = "; `--steps all` looks at everything" if self.unasked else ""
@@ -248,19 +248,23 @@ def _left_out(
         after=behind,
         after_ns=_between(kept["end"].max(), last),
         outside=outside,
-        between=_between_steps(trace, kept) if outside else 0,
+        between=_between_steps(trace, wanted) if outside else 0,
         unasked=unasked,
     )
     return left, ended
 
 
-def _between_steps(trace: Trace, kept: pl.DataFrame) -> int:
-    """How many rows in no step start while the steps last, whose `begin` and `end` are given."""
-    if not kept.height:
-        return 0
-    start = pl.col("start_ns")
-    inside = pl.col("step").is_null() & (start >= kept["begin"].min()) & (start < kept["end"].max())
-    return int(trace.nodes.select(inside.sum()).collect(engine="streaming").item())
+def _between_steps(trace: Trace, wanted: tuple[int, ...]) -> int:
+    """How many rows in no step start among the steps of their own rank; others run ahead or behind."""
+    start, step = pl.col("start_ns"), pl.col("step")
+    kept = trace.nodes.filter(step.is_between(wanted[0], wanted[-1]))
+    of_rank = kept.group_by("rank").agg(begin=start.min(), end=start.max())
+    among = (
+        trace.nodes.filter(step.is_null())
+        .join(of_rank, on="rank")
+        .filter((start >= pl.col("begin")) & (start < pl.col("end")))
+    )
+    return int(among.select(pl.len()).collect(engine="streaming").item())
 
 
 def _between(begin: Any, end: Any) -> int:

@@ -303,8 +303,12 @@ def test_operations_in_no_step_are_told_where_they_lie_among_the_steps(started):
     found = looked_at(holed)[1]
     lost = started.collect().filter(step=2).height
     assert found.between == lost
-    assert f", {lost} operations among them in no step; `--steps all`" in found.sentence
+    assert f", {lost} operations in no step; `--steps all`" in found.sentence
     assert found.as_dict()["left_out_among_them"] == lost
+    # A rank that has ended its steps while others have not is behind them, not among them.
+    ahead = pl.when(~((pl.col("step") == 3) & (pl.col("rank") == 0))).then(pl.col("step"))
+    early = replace(started, nodes=started.collect().with_columns(step=ahead).lazy())
+    assert looked_at(early)[1].between == 0
 
 
 def test_a_disk_without_room_for_the_steps_is_told(started, tmp_path, monkeypatch):
