@@ -137,11 +137,11 @@ def _group(parts: list[tuple[Path, TraceHeader]], files: Sequence[Path]) -> tupl
             if _real_ranks(header, path) != ranks:
                 raise MergeInputError(
                     f"two slices have the index {index} but other real ranks: "
-                    f"{ranks_text(ranks)} in {first_path.name}, "
-                    f"{ranks_text(_real_ranks(header, path))} in {path.name}",
+                    f"{ranks_text(ranks)} in {first_path}, "
+                    f"{ranks_text(_real_ranks(header, path))} in {path}",
                     where=str(path),
-                    hint="files with the same index are repeats of one slice; "
-                    "number the slices anew",
+                    hint="files with the same index are repeats of one slice; these are of two "
+                    "campaigns (`prismreplay slice -o`): merge the folders one by one",
                 )
         twice = sorted(set(ranks) & set(owner))
         if twice:

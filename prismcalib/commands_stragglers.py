@@ -105,7 +105,7 @@ def _print(report: StragglerReport, header: TraceHeader, limit: int) -> None:
                 "no launch delays",
                 format_ns(without),
                 f"{report.launch_slowdown:.4f}",
-                "every operation starts as soon as it can; idle inside spans stays",
+                "every operation starts as soon as it can; idle inside spans, if any, stays",
             ),
             (
                 "ideal",

@@ -109,7 +109,8 @@ def _print_clocks(report: MergeReport) -> None:
     before, after = clock.end_spread_before, clock.end_spread_after
     if before is not None and after is not None:
         table(
-            f"clocks: ends of the same communication lie apart ({clock.operations} compared)",
+            f"clocks: ends of the same communication lie apart ({clock.operations} compared, "
+            "of those that all members leave together)",
             ("", "median", "95 %", "max"),
             [
                 (name, *(format_ns(ns) for ns in (spread.median_ns, spread.p95_ns, spread.max_ns)))

@@ -164,6 +164,7 @@ def print_prediction(prediction: Prediction, header: TraceHeader, *, spread: boo
             for rank, *times in prediction.ranks.rows()
         ],
     )
+    print(f"{IDLE_BETWEEN}: also before a rank's first span and after its last")
     print()
     table(
         "what the critical path rests on",

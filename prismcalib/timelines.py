@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,14 @@ from prismcalib.blocks import Tables
 from prismcalib.graph import Graph, Int32Array, Int64Array
 from prismcalib.launch_delays import OwnDelays, delays_put_back
 from prismcalib.propagation import Engine, pick_engine, propagate, propagate_batch
-from prismcalib.step_times import counted_steps, cut_before, step_durations, step_table, warmup_of
+from prismcalib.step_times import (
+    begins_of_cut,
+    counted_steps,
+    cut_before,
+    step_durations,
+    step_table,
+    warmup_of,
+)
 from prismcalib.steps import step_numbers
 from prismtrace.schema import TraceHeader
 
@@ -36,6 +43,8 @@ class Timeline:
         warmup: how many first steps do not count.
         separate: nothing leads from one step to another, so all of them start at time 0.
         cut: positions of the steps that start at time 0 in any case.
+        ahead_ns: by position, how long some rank is in such a step before it begins, for the others
+            are not done with the one before. That one is cut out, so nothing else tells.
     """
 
     graph: Graph
@@ -45,6 +54,7 @@ class Timeline:
     warmup: int
     separate: bool
     cut: tuple[int, ...]
+    ahead_ns: Mapping[int, int]
     engine: Engine
 
     @classmethod
@@ -59,6 +69,7 @@ class Timeline:
         if given.count():
             step = step_numbers(given)
             steps = tuple(given.drop_nulls().unique().sort().to_list())
+        numbers = [number for number in steps if number is not None]
         return cls(
             graph=bare,
             order=propagate(bare, chosen).order,
@@ -66,7 +77,8 @@ class Timeline:
             steps=steps,
             warmup=min(warmup_of(header), len(steps) - 1),
             separate=_separate(graph, step),
-            cut=cut_before(header, [number for number in steps if number is not None]),
+            cut=cut_before(header, numbers),
+            ahead_ns=_ahead(nodes, header, numbers),
             engine=chosen,
         )
 
@@ -82,10 +94,9 @@ class Timeline:
             order=self.order,
             engine=self.engine,
         )
-        if self.separate and timing.step_end_ns is not None:
-            return counted_steps(timing.step_end_ns - timing.begin_ns, self.warmup)
-        if self.cut and timing.step_end_ns is not None:
-            begins = dict.fromkeys(self.cut, timing.begin_ns)
+        own = range(len(self.steps)) if self.separate else self.cut
+        if own and timing.step_end_ns is not None:
+            begins = {place: timing.begin_ns + self.ahead_ns.get(place, 0) for place in own}
             times = step_durations(timing.begin_ns, timing.step_end_ns, cut=begins)
             return counted_steps(times, self.warmup)
         return counted_steps(timing.step_ns, self.warmup)
@@ -128,6 +139,20 @@ class Timeline:
         bounds = parts.drop_nulls("step").group_by("step").agg(start, end).sort("step")
         times = step_table(bounds, header, *parts.select(start, end).row(0))["duration_ns"]
         return counted_steps(times.to_numpy(), self.warmup)
+
+
+def _ahead(nodes: Tables, header: TraceHeader, steps: Sequence[int]) -> dict[int, int]:
+    """By position of the steps that are cut: from the first start in it to when it begins."""
+    if not cut_before(header, steps):
+        return {}
+    first = pl.col("start_ns").min()
+    parts = pl.concat(
+        table.group_by("step").agg(first) for table in nodes.tables(["step", "start_ns"])
+    )
+    of_step = dict(parts.drop_nulls().group_by("step").agg(first).rows())
+    firsts = {place: of_step[step] for place, step in enumerate(steps)}
+    begins = begins_of_cut(header, steps, firsts)
+    return {place: max(begin - firsts[place], 0) for place, begin in begins.items()}
 
 
 def _separate(graph: Graph, step: Int32Array) -> bool:

@@ -225,7 +225,7 @@ def _print(report: CollectReport) -> None:
             f"{report.context_switches:,}"
             + ("" if naive is None else f" (taking ranks in turn: {naive:,})"),
         ),
-        ("rounds", f"{report.rounds:,}"),
+        ("rounds", f"{report.rounds:,}, turns of the rank that needed most"),
         ("time", f"{report.wall_s:.1f} s, {report.start_s:.1f} s of it to start"),
     ]
     if report.peak_memory_bytes:

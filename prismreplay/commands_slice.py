@@ -218,7 +218,7 @@ def _print(report: SlicingReport, options: SliceOptions) -> None:
         alone = f"{folder}/slice-{options.only:04d}*.parquet"
         print(f"next: prismcalib merge {alone} --base aligned.parquet -o realigned.parquet")
         return
-    print(f"wrote {len(report.slices)} slices in {report.folder}")
+    print(f"wrote {console.counted(len(report.slices), 'slice')} in {report.folder}")
     graph = " ".join(quote(str(path)) for path in report.graph)
     costs, first, table = "", "next: ", options.comm_table
     if report.split_groups:

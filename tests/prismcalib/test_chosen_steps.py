@@ -10,7 +10,15 @@ import pytest
 from typer.testing import CliRunner
 
 import prismtrace as pt
-from prismcalib import compare, critical_path, find_stragglers, longest_waits, merge, predict
+from prismcalib import (
+    compare,
+    critical_path,
+    find_stragglers,
+    longest_waits,
+    merge,
+    predict,
+    synth,
+)
 from prismcalib.build import graph_from_trace
 from prismcalib.chosen_steps import ChosenSteps, chosen_steps, parse_steps
 from prismcalib.cli import app
@@ -208,6 +216,20 @@ def test_what_if_knows_rows_by_their_numbers_and_says_what_is_left_out(started, 
     merge(started).write(tmp_path / "same.parquet")
     answer = what_if(started, [SwapDurations(tmp_path / "same.parquet")])
     assert answer.scenarios[0].delta_ns == 0
+
+
+def test_a_step_is_no_longer_without_delays_than_with_them():
+    """Some ranks are in the first step looked at before the others are done with the one before."""
+    job = synth.JobSpec(pp=4, tp=1, dp=2, microbatches=3, steps=3, launch_gap_ns=0)
+    trace = merge(synth.generate(job), warmup=1).trace
+    found = find_stragglers(trace)
+    assert found.steps == (1, 2)
+    assert found.base_ns.tolist() == predict(trace, draws=0).steps["duration_ns"].to_list()
+    assert found.without_delays_ns.tolist() == found.base_ns.tolist()
+    for steps in ("all", "1", "2"):
+        alone = find_stragglers(trace, steps=steps)
+        # Of a single step the ranks' own starts are all that tells when they began: as late ones.
+        assert 1 <= alone.launch_slowdown < 1.01, steps
 
 
 def test_what_if_takes_durations_of_the_same_steps(recorded, tmp_path):
