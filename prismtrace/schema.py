@@ -46,6 +46,7 @@ __all__ = [
     "RankList",
     "ReduceOp",
     "SliceInfo",
+    "StepList",
     "TraceHeader",
     "TraceKind",
     "TransferSource",
