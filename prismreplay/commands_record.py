@@ -140,6 +140,7 @@ def _check_usage(
 
 def _assemble(folder: Path, output: Path, *, json: bool) -> None:
     from prismreplay.record import assemble_spools
+    from prismtrace.ranks import name_ranks
 
     made = assemble_spools(folder, output)
     if made.cut_ranks:
@@ -152,13 +153,15 @@ def _assemble(folder: Path, output: Path, *, json: bool) -> None:
         print("the last communication of every rank:", file=sys.stderr)
         for line in _last_lines(made.last):
             print(f"  {line}", file=sys.stderr)
-        print(
-            "ranks that are behind are those that the others wait for; of a rank that was killed, "
-            "the last half second may be missing",
-            file=sys.stderr,
-        )
+        print("ranks that are behind are those that the others wait for", file=sys.stderr)
+        if killed := [one.rank for one in made.last if one.killed]:
+            print(
+                f"but of {name_ranks(killed)}, killed, the last half second may be missing: they may have "
+                "come further. Where programs differ, `prismreplay collect` says so, and at which line",
+                file=sys.stderr,
+            )
     if made.missing_ranks:
-        print(f"warning: no spool of {len(made.missing_ranks)} ranks", file=sys.stderr)
+        print(f"warning: no spool of {name_ranks(made.missing_ranks)}", file=sys.stderr)
     _show(made, json=json)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ class LastCommunication:
         peer: the other side of a send or receive, or the root.
         ended: whether it ended on this rank.
         finished: whether the rank's program came to its own end.
+        killed: whether it ended without a word: it may have come further than its spool.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class LastCommunication:
     peer: int | None = None
     ended: bool = True
     finished: bool = False
+    killed: bool = False
 
 
 @dataclass
@@ -104,7 +106,11 @@ class RecordedJob:
             number: group_label(key[1], self._descs.get(key, ""), key[0])
             for number, key in self._groups[rank].items()
         }
-        self.last[rank] = _last_of(rank, frame, names, finished=rank not in self.cut)
+        self.last[rank] = replace(
+            _last_of(rank, frame, names),
+            finished=rank not in self.cut,
+            killed=not spool.ended and "failed" not in spool.facts,
+        )
         return frame
 
     def check_ranks(self, header: TraceHeader | None) -> None:
@@ -254,16 +260,14 @@ class RecordedJob:
         )
 
 
-def _last_of(
-    rank: int, frame: pl.DataFrame, names: dict[int, str], *, finished: bool
-) -> LastCommunication:
+def _last_of(rank: int, frame: pl.DataFrame, names: dict[int, str]) -> LastCommunication:
     """The last communication of a rank's rows, which are in the order in which it issued them."""
     import polars as pl
 
     local = pl.col("kind").cast(pl.String).is_in([kind.value for kind in LOCAL_KINDS])
     found = frame.filter(~local).tail(1).to_dicts()
     if not found:
-        return LastCommunication(rank, finished=finished)
+        return LastCommunication(rank)
     row = found[0]
     return LastCommunication(
         rank,
@@ -273,7 +277,6 @@ def _last_of(
         peer=row["peer"],
         # One whose end nobody saw ends when it starts, see `rank_rows`.
         ended=row["dur_ns"] != 0,
-        finished=finished,
     )
 
 

@@ -161,8 +161,8 @@ def test_what_a_killed_program_has_written_is_kept(tmp_path, repo):
     report = pt.assemble(tmp_path, tmp_path / "out.parquet")
     assert report.cut_ranks == (0, 1)
     assert report.last == (
-        LastCommunication(0, "barrier", "dp", 2),
-        LastCommunication(1, "barrier", "dp", 4),
+        LastCommunication(0, "barrier", "dp", 2, killed=True),
+        LastCommunication(1, "barrier", "dp", 4, killed=True),
     )
     assert report.steps == (0, 1, 2), "the steps that both ranks finished"
     assert report.nodes == 2 * 3 * 601
@@ -186,7 +186,7 @@ def test_where_ranks_stood_that_hang(tmp_path):
     report = pt.assemble(tmp_path, tmp_path / "out.parquet")
     assert report.cut_ranks == (0,)
     assert report.last == (
-        LastCommunication(0, "barrier", "dp", 1, ended=False),
+        LastCommunication(0, "barrier", "dp", 1, ended=False, killed=True),
         LastCommunication(1, "all_reduce", "dp", 0, finished=True),
         LastCommunication(2, finished=True),
     )
