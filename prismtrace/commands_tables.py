@@ -95,7 +95,9 @@ def _print_difference(found: Difference, limit: int) -> None:
     ):
         _print_classes(title, classes, limit)
     if timed and limit:
-        print("\ntimes are sums over whole traces, the job's start and first steps included, and those of")
+        print(
+            "\ntimes are sums over whole traces, the job's start and first steps included, and those of"
+        )
         print("communications hold the waiting for others, which hides who is slow:")
         print("`prismcalib compare` of the merged traces tells what made a step slower")
 
