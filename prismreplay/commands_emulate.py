@@ -165,6 +165,13 @@ def emulate(
             file=sys.stderr,
         )
         raise typer.Exit(failed.code) from None
+    except KeyboardInterrupt:
+        print(
+            f"note: interrupted; what was done before stays in {output}, and the same command goes on "
+            "from there",
+            file=sys.stderr,
+        )
+        raise
     if json:
         console.print_json(done)
     else:

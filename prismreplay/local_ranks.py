@@ -20,13 +20,13 @@ from prismreplay.collect.surroundings import uninterrupted
 from prismreplay.errors import ProgramError, RankFailedError
 from prismreplay.runtime.exits import told_end
 
-__all__ = ["run_command", "run_ranks", "with_paths"]
+__all__ = ["LOST", "run_command", "run_ranks", "with_paths"]
 
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 3.0
 """What is asked to end has this long before it is killed."""
 _PAUSE_SECONDS = 0.005
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """What gloo tells a rank whose partner is gone: not why the run failed."""
 
 
@@ -138,7 +138,7 @@ def _cause(
         codes = {rank: code for rank, one in running.items() if (code := _ended(one))}
         for key in selector.get_map().values():
             logs.pump(key.fd)
-        causes = [rank for rank in codes if not any(word in logs.tail(rank) for word in _LOST)]
+        causes = [rank for rank in codes if not any(word in logs.tail(rank) for word in LOST)]
         if causes or len(codes) == len(running) or time.monotonic() > limit:
             rank = (causes or list(codes))[0]
             return rank, codes[rank]

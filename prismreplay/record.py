@@ -21,7 +21,7 @@ from shlex import quote
 from prismreplay.collect.logs import RankLogs
 from prismreplay.collect.programs import ProgramCall
 from prismreplay.errors import ProgramError, RankFailedError
-from prismreplay.local_ranks import run_command, run_ranks, with_paths
+from prismreplay.local_ranks import LOST, run_command, run_ranks, with_paths
 from prismreplay.runtime.axes import axis_of
 from prismtrace import __version__
 from prismtrace.assembling import AssembleReport, assemble
@@ -260,6 +260,8 @@ def _with_hint(error: RankFailedError, spools: Path, output: Path) -> RankFailed
             message += (
                 ": it got more data than it expected, so another rank may be the one at fault"
             )
+        elif any(word.encode() in words for word in LOST):
+            message += ": another rank has left, and may be the one at fault"
     return RankFailedError(message, where=error.where, report=error.report, hint=hint)
 
 

@@ -211,6 +211,20 @@ def test_who_aborts_for_what_another_sent_is_not_blamed(tmp_path, run_command):
     assert "`prismreplay collect`" in said
 
 
+def test_who_lost_another_rank_is_not_blamed_alone(tmp_path, run_command):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 1: os._exit(0)\n"
+        "dist.all_reduce(torch.ones(8))\n"
+    )
+    done = run_command("prismreplay", "record", "--nproc-per-node", 2, "--", program)
+    assert done.returncode == 1
+    assert "rank 0 ended with exit code 1: another rank has left, and may be" in done.stderr
+
+
 def test_what_cannot_be_recorded(write_program, run_command):
     alone = write_program(text="print('nobody to talk to')")
     done = run_command("prismreplay", "record", "--", alone)
