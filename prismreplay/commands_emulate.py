@@ -249,6 +249,9 @@ def _print(done: Emulation) -> None:
         text = f"none in what {silent} printed ({done.folder}/run.logs)"
         rows.append(("losses", f"{text}: --sandbox must name a rank that prints them"))
     rows.append(("rests on measurement", f"{found.measured_share:.1%} of the critical path"))
+    if found.table_share:
+        text = f"{found.table_share:.1%} on transfers that were measured apart from the job (--comm-table)"
+        rows.append(("  and", text))
     rows.append(("time in all", _took(done)))
     for name, text in rows:
         print(f"{name + ':':<22} {text}")

@@ -22,7 +22,7 @@ from prismtrace.trace import open_trace
 __all__ = ["Findings", "Share", "find", "losses_in"]
 
 _MEASURED = ("computation, measured", "transfer, measured")
-_KNOWN = ("transfer, table",)
+_TABLE = "transfer, table"
 _MOST_SHARES = 8
 _FEW = 0.01
 
@@ -77,8 +77,13 @@ class Findings:
 
     @property
     def measured_share(self) -> float:
-        """How much of the critical path was measured, here or for the table."""
-        return sum(self.basis.get(name, 0.0) for name in (*_MEASURED, *_KNOWN))
+        """How much of the critical path was measured in the job itself."""
+        return sum(self.basis.get(name, 0.0) for name in _MEASURED)
+
+    @property
+    def table_share(self) -> float:
+        """How much of it are transfers of a table, which were measured apart from the job."""
+        return self.basis.get(_TABLE, 0.0)
 
 
 def find(

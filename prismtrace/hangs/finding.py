@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from math import inf
 from pathlib import Path
 
 from prismtrace.console import counted
 from prismtrace.converters.archives import naming_members
-from prismtrace.converters.flight.inputs import dump_files
+from prismtrace.converters.flight.inputs import dump_files, is_empty_dump
 from prismtrace.converters.flight.job import FlightJob, read_job
 from prismtrace.converters.groups import GroupKey, read_groups_file
 from prismtrace.converters.inputs import PathLike, given_ranks
@@ -30,6 +31,8 @@ __all__ = ["find_hang"]
 
 _Item = tuple[str, object]
 """``("rank", r)`` or ``("operation", key)``."""
+_NAMED = 8
+"""Files that a note names."""
 
 
 @naming_members()
@@ -56,7 +59,13 @@ def find_hang(
     paths = dump_files(inputs)
     named = read_groups_file(Path(groups)) if groups is not None else {}
     given = given_ranks(paths, ranks or {})
-    return analyse(read_job(paths, given, named, jobs=jobs, progress=progress))
+    empty = [path for path in paths if is_empty_dump(path)]
+    full = [path for path in paths if path not in empty] or paths
+    report = analyse(read_job(full, given, named, jobs=jobs, progress=progress))
+    if not empty:
+        return report
+    names = ", ".join(path.name for path in empty[:_NAMED]) + (", ..." if empty[_NAMED:] else "")
+    return replace(report, notes=(f"empty, so taken for missing: {names}", *report.notes))
 
 
 def analyse(job: FlightJob) -> HangReport:

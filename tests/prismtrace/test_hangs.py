@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -403,3 +404,23 @@ def test_ends_of_waiting():
     assert reaching(waits, ["c"]) == {"a", "b", "c", "f"}
     chain = {n: [n + 1] for n in range(20_000)}
     assert ends_of_waiting(chain) == [[20_000]]
+
+
+def test_an_empty_dump_is_a_missing_one(tmp_path):
+    """Given by its folder or by a pattern: its rank was ended before it wrote."""
+    ranks = recorders(4, tp0=(0, 1), tp1=(2, 3))
+    train(ranks)
+    ranks[2].run(group="tp1", state="started", line=31)
+    paths = write_dumps(tmp_path / "dumps", ranks[:3])
+    expected = find_hang(paths)
+    (tmp_path / "dumps" / "nccl_trace_rank_3").write_bytes(b"")
+    for given in (tmp_path / "dumps", str(tmp_path / "dumps" / "nccl_trace_rank_*")):
+        found = find_hang(given)
+        assert found.notes[0] == "empty, so taken for missing: nccl_trace_rank_3"
+        assert replace(found, notes=found.notes[1:]) == expected
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "nccl_trace_rank_0").write_bytes(b"")
+    with pytest.raises(InputFileError, match="it is empty") as caught:
+        find_hang(alone)
+    assert "without this file, its rank counts as one that left no dump" in caught.value.hint

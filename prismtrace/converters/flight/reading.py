@@ -115,7 +115,8 @@ def _no_dump(path: Path, problem: str) -> InputFileError:
         f"not a usable flight-recorder dump: {problem}",
         where=str(path),
         hint="pass the files that torch wrote (comm_lib_trace_rank_N or nccl_trace_rank_N), or "
-        "what torch._C._distributed_c10d._dump_nccl_trace() returned",
+        "what torch._C._distributed_c10d._dump_nccl_trace() or _dump_fr_trace() returned; without "
+        "this file, its rank counts as one that left no dump",
     )
 
 
@@ -124,6 +125,8 @@ def _plain(path: Path) -> Any:
     data = read_whole(read_blocks(path, counts=damage), _no_dump(path, "it is larger than 1 GiB"))
     if damage:
         raise _no_dump(path, "the compressed data breaks off or is damaged")
+    if not data:
+        raise _no_dump(path, "it is empty")
     if data[:1] == b"\x80":
         try:
             return load_plain(data)
