@@ -88,7 +88,7 @@ def _print_comparison(comparison: Comparison, by: list[str], names: RankNames, l
             ("change", *change(comparison.change_ns)),
             ("if all classes took as long as in B", *change(comparison.own_effect_ns)),
             ("if idle time between spans were as in B", *change(comparison.gap_effect_ns)),
-            ("neither: other operations, other order", *change(comparison.rest_ns)),
+            ("neither: single operations, other ones, other order", *change(comparison.rest_ns)),
         ],
     )
     print()

@@ -97,7 +97,7 @@ class Comparison:
 
     @property
     def rest_ns(self) -> int:
-        """The change that neither effect explains: other operations, or another order of them."""
+        """The change that neither explains: single operations, other ones, another order of them."""
         return self.change_ns - self.own_effect_ns - self.gap_effect_ns
 
     @property
@@ -149,9 +149,11 @@ class Comparison:
         if abs(share) > _UNEXPLAINED and abs(self.rest_ns) > abs(self.change_ns) / 2:
             yield (
                 f"{share:+.1%} of the step comes neither from longer or shorter operations nor from "
-                "idle time: B does other things, or in another order. Effects are what A's order of "
-                "operations makes of B's times, and need not have the sign of the change; what each "
-                "run waits for says its `prismcalib critical-path`"
+                "idle time of whole classes: single operations changed otherwise than their class, or "
+                "B does other things, or in another order (`prismtrace diff` says whether the graphs "
+                "are the same). Effects are what A's order of operations makes of B's times, and need "
+                "not have the sign of the change; what each run waits for says its `prismcalib "
+                "critical-path`"
             )
 
     def as_dict(self, limit: int | None = None) -> dict[str, Any]:
