@@ -165,24 +165,23 @@ def injected_rows(found: dict[str, Any]) -> Iterator[list[str]]:
     runs: dict[tuple[int, float], list[dict[str, Any]]] = {}
     for one in found.get("injected", []):
         runs.setdefault((one["rank"], one["factor"]), []).append(one)
-    normal: tuple[float, float] | None = None
+    normal: tuple[float, ...] = ()
     for (rank, factor), several in sorted(runs.items()):
         true = Times(tuple(typical(one["true_ns"]) for one in several))
         emulated = Times(tuple(emulated_ms(one["emulated"]) for one in several))
+        means, shifts = (true.mean, emulated.mean), ["", ""]
         if factor == 1:
-            normal = true.mean, emulated.mean
-        shifts = [
-            f" ({now / before - 1:+.1%})"
-            for now, before in zip((true.mean, emulated.mean), normal or (), strict=False)
-            if factor != 1
-        ]
-        true_shift, emulated_shift = shifts or ("", "")
+            normal = means
+        elif normal:
+            shifts = [
+                f" ({now / before - 1:+.1%})" for now, before in zip(means, normal, strict=True)
+            ]
         yield [
             found["shape"],
             f"rank {rank} x {factor}" if factor != 1 else "none",
             f"{len(several)}",
-            f"{true}{true_shift}",
-            f"{emulated}{emulated_shift}",
+            f"{true}{shifts[0]}",
+            f"{emulated}{shifts[1]}",
             f"{emulated.mean / true.mean - 1:+.1%}",
         ]
 
